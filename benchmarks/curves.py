@@ -28,7 +28,7 @@ from fovea.metrics.log import read_metrics
 COLOURS = (REWARD_COLOUR, ACCURACY_COLOUR, "#7a5195", "#808080")
 WIDTH_INCHES, HEIGHT_INCHES = 6.4, 3.2
 ACCURACY, ACCURACY_LABEL = "accuracy/dev", "held-out accuracy (dev)"
-ENGINE_GAP = "rollout_train_abs/trained"
+ENGINE_GAP = "mismatch_trained/abs"
 TABLE_COLUMNS = 120
 """Characters of a line of the table, so that a file gets it as a terminal does."""
 

@@ -1,4 +1,4 @@
-"""The rollout engines side by side: tokens per second, start-up, pushes and memory, on one model and the same requests.
+"""The rollout engines side by side: tokens per second, start-up, syncs and memory, on one model and the same requests.
 
     python -m benchmarks.engines embedded=.venv/bin/python vllm=.venv-vllm/bin/python sglang=.venv-sglang/bin/python
 
@@ -32,7 +32,7 @@ from fovea.metrics.log import read_metrics
 from fovea.run.parity import PARITY_FILE
 
 WARM_STEPS = 2
-"""First steps of a run, which are not counted: caches fill, and the first push sends all weights."""
+"""First steps of a run, which are not counted: caches fill, and the first weight sync sends all weights."""
 LOOK_SECONDS = 0.1
 SIZES = (
     *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8", "rollout.max_new_tokens=64"),
@@ -49,7 +49,7 @@ class Figures:
     """Completion tokens of a step, the same for all engines where no completion ends early."""
     tokens_per_second: float
     """Completion tokens by the time of the rollout only."""
-    push_seconds: float
+    sync_seconds: float
     peak_gib: float
     largest_gap: float
     """Largest difference between a token's log-prob in the engine and in the trainer, nats."""
@@ -101,7 +101,7 @@ def _figures(run: Path, peak_bytes: int, first_row_seconds: float) -> Figures:
         startup_seconds=first_row_seconds - first["seconds/step"],
         step_tokens=median(tokens),
         tokens_per_second=median(n / row["seconds/rollout"] for n, row in zip(tokens, counted, strict=True)),
-        push_seconds=median(row["seconds/push"] for row in counted),
+        sync_seconds=median(row["seconds/weight_sync"] for row in counted),
         peak_gib=peak_bytes / 2**30,
         largest_gap=max(kind["max_abs"] for kind in kinds),
     )
@@ -136,13 +136,13 @@ def _engine(text: str) -> tuple[str, str]:
 
 
 def _table(found: Mapping[str, Figures]) -> Table:
-    headers = ("engine", "start-up s", "tokens", "tokens/s", "push s", "peak GiB", "log-prob gap")
+    headers = ("engine", "start-up s", "tokens", "tokens/s", "sync s", "peak GiB", "log-prob gap")
     return as_table("rollout engines, the same model and requests", headers, map(_cells, found, found.values()))
 
 
 def _cells(name: str, row: Figures) -> tuple[str, ...]:
     speed = (f"{row.startup_seconds:.1f}", f"{row.step_tokens:.0f}", f"{row.tokens_per_second:.0f}")
-    return name, *speed, f"{row.push_seconds:.3f}", f"{row.peak_gib:.2f}", f"{row.largest_gap:.1e}"
+    return name, *speed, f"{row.sync_seconds:.3f}", f"{row.peak_gib:.2f}", f"{row.largest_gap:.1e}"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from benchmarks.timing import Budget
 from fovea.config.model import TinyModel
 from fovea.metrics.throughput import known_peak_tflops
 from fovea.models.shared_prefix.attention import Kernel
-from fovea.weights.push import SharedWeights
+from fovea.weights.sync import SharedWeights
 from fovea_gym.utils.event_loop import wait_for
 from fovea_tools.probe.rates import measure_rates
 
@@ -149,7 +149,7 @@ def run_parts(setting: Setting, budget: Budget, findings: Findings, *, tiny: boo
         parity(setting.device, VARIANTS, deadline),
     )
     shared = share(setting.case, fresh_parts(setting), setting.device)
-    wait_for(SharedWeights(shared.engine).push(0))
+    wait_for(SharedWeights(shared.engine).sync(0))
     deadline = budget.part(shares["decoding"])
     findings.part("decoding", "Decoding", decoding(setting, shared, sequences, deadline))
     deadline = budget.part(shares["steps"])

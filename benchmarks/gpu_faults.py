@@ -98,7 +98,7 @@ FAULTS = (
     Fault(
         name="a completion reserves pages for max_new_tokens",
         file=CACHE,
-        before="self._new_pages(each, each.drawn_tokens + GROWTH_TOKENS) for each",
+        before="self._new_pages(each, each.sampled_tokens + GROWTH_TOKENS) for each",
         after="self._new_pages(each, each.limit_tokens) for each",
         tests=PREEMPTION,
     ),
@@ -153,7 +153,7 @@ FAULTS = (
         tests="tests/rollout/test_checks.py",
     ),
     Fault(
-        name="a push reads every sum by itself",
+        name="a weight sync reads every sum by itself",
         file="fovea/utils/checksum.py",
         before="awaited(torch.stack([hashes[place] for place in places])).tolist()",
         after="[int(awaited(hashes[place])) for place in places]",

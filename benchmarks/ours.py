@@ -40,7 +40,7 @@ from fovea.train.base import Policy
 from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Prompt, Sampling
-from fovea.weights.push import SharedWeights
+from fovea.weights.sync import SharedWeights
 from fovea.wiring.data import prefetch_threads
 from fovea.wiring.engine import make_tape
 from fovea_gym.graders.grading import Grading
@@ -70,7 +70,7 @@ class Ours:
         self._clock = clock
         self._run = _make_run(case, steps, self.shared, clock)
         self._step = 0
-        wait_for(self._run.weight_sync.push(0))
+        wait_for(self._run.weight_sync.sync(0))
 
     def step(self) -> StepTimes:
         """Take one step and time it, from rows to weights."""

@@ -47,7 +47,7 @@ def figures(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "step": median(row["seconds/step"] for row in rows),
         "rollout": median(row["seconds/rollout"] for row in rows),
         "update": median(row["seconds/update"] for row in rows),
-        "push": median(row.get("seconds/push", 0.0) for row in rows),
+        "weight_sync": median(row.get("seconds/weight_sync", 0.0) for row in rows),
         "policy idle": median(row.get("seconds/idle_update", row["seconds/rollout"]) for row in rows),
         "engine idle": median(row.get("seconds/idle_rollout", _not_drawing(row)) for row in rows),
         "staleness": median(row.get("staleness/mean", 0.0) for row in rows),
@@ -56,7 +56,7 @@ def figures(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _not_drawing(row: Mapping[str, float]) -> float:
     """The time of a step that takes turns in which the engine neither draws nor takes weights."""
-    return row["seconds/step"] - row["seconds/rollout"] - row["seconds/sync"]
+    return row["seconds/step"] - row["seconds/rollout"] - row["seconds/weight_sync"]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -5,7 +5,7 @@
 
 The faults are made in what the engine reads, and not by the gate's own functions. An answer is `named` (the run stops,
 and the error names this fault), `stopped` (with another name or none), `cannot tell` (it passes, and the line says that
-this fault would not show) or `PASSED`. Stale weights are read after a push that the engine has not taken.
+this fault would not show) or `PASSED`. Stale weights are read after a weight sync that the engine has not taken.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fovea.config.run import Config
 from fovea.models.families.qwen_vl import QwenVL
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.run.context import Run
-from fovea.run.parity import read_parity, read_pushed_parity
-from fovea.run.parity_reading import ParityReading
+from fovea.run.parity import read_parity, read_synced_parity
+from fovea.run.parity_result import ParityResult
 from fovea.train.base import SftExample
 from fovea.train.local import LocalPolicy
 from fovea.types import Completion, Prompt, PromptImage, Request
@@ -71,7 +71,7 @@ def tiny_run(folder: str, family: str, dtype: str, seed: int = 0) -> Run:
         }
     )
     run = build(config, SecondLook(ShapesZoomEnvironment(train_size=600, dev_size=4, test_size=4), seed))
-    wait_for(run.weight_sync.push(0))
+    wait_for(run.weight_sync.sync(0))
     return run
 
 
@@ -196,7 +196,7 @@ def broken_positions(engine: BrokenEngine, wrong: Callable[..., Positions]) -> I
         yield
 
 
-def read_with(run: Run, fault: str) -> ParityReading:
+def read_with(run: Run, fault: str) -> ParityResult:
     """Read the gate on an engine with this fault; for stale weights the policy is trained by a step."""
     if fault == STALE:
         return _read_stale(run)
@@ -207,20 +207,20 @@ def read_with(run: Run, fault: str) -> ParityReading:
         return wait_for(read_parity(replace(run, engine=engine), 0))
 
 
-def _read_stale(run: Run) -> ParityReading:
+def _read_stale(run: Run) -> ParityResult:
     assert isinstance(run.policy, LocalPolicy)
     assert isinstance(run.engine, EmbeddedEngine)
     # copies, which training does not change
-    copies = {weight.name: weight.tensor().clone() for weight in run.policy.trained.outgoing()}
+    copies = {weight.name: weight.tensor().clone() for weight in run.policy.trained.weights_to_sync()}
     run.engine.load_weights(copies, 0)
     wait_for(read_parity(run, 0))
     warm_up(run, 1)
-    reading = wait_for(read_pushed_parity(run, 1))
-    wait_for(run.weight_sync.push(1))
+    reading = wait_for(read_synced_parity(run, 1))
+    wait_for(run.weight_sync.sync(1))
     return reading
 
 
-def answer(reading: ParityReading, fault: str) -> str:
+def answer(reading: ParityResult, fault: str) -> str:
     """The gate's answer to an engine with this fault."""
     doubtful = [each.name for each in reading.doubtful]
     if reading.passed:
@@ -252,7 +252,7 @@ def rows_of(family: str, dtype: str, warmup_steps: int) -> Iterator[str]:
         with TemporaryDirectory() as folder:
             run = tiny_run(folder, family, dtype)
             warm_up(run, steps)
-            wait_for(run.weight_sync.push(0))
+            wait_for(run.weight_sync.sync(0))
             sound = wait_for(read_parity(run, 0))
             gaps = ", ".join(f"{kind.mean_abs:.1e}" for kind in sound.kinds)
             broken = {fault: read_with(run, fault) for fault in FAULTS}
@@ -270,8 +270,8 @@ def print_sound(count: int, families: Sequence[str], dtypes: Sequence[str], minu
     stopped, largest = 0, dict.fromkeys(dtypes, 0.0)
     cases = itertools.islice(itertools.cycle(itertools.product(families, dtypes, (0, 20))), count)
     for seed, (family, dtype, steps) in enumerate(cases):
-        gate, pushed = read_sound(family, dtype, seed, steps)
-        stopped += not (gate.passed and pushed.passed)
+        gate, synced = read_sound(family, dtype, seed, steps)
+        stopped += not (gate.passed and synced.passed)
         largest[dtype] = max(largest[dtype], gate.worst.mean_abs)
         num_read, is_last = seed + 1, seed + 1 == count or time.monotonic() >= ends
         if is_last or num_read % SHOWN_RUNS == 0:
@@ -280,16 +280,16 @@ def print_sound(count: int, families: Sequence[str], dtypes: Sequence[str], minu
             break
 
 
-def read_sound(family: str, dtype: str, seed: int, warmup_steps: int) -> tuple[ParityReading, ParityReading]:
-    """The gate's readings of a sound run: before RL, and after the push of a further supervised step."""
+def read_sound(family: str, dtype: str, seed: int, warmup_steps: int) -> tuple[ParityResult, ParityResult]:
+    """The gate's readings of a sound run: before RL, and after the weight sync of a further supervised step."""
     with TemporaryDirectory() as folder:
         run = tiny_run(folder, family, dtype, seed)
         warm_up(run, warmup_steps)
-        wait_for(run.weight_sync.push(0))
+        wait_for(run.weight_sync.sync(0))
         gate = wait_for(read_parity(run, 0))
         warm_up(run, 1)
-        wait_for(run.weight_sync.push(1))
-        return gate, wait_for(read_pushed_parity(run, 1))
+        wait_for(run.weight_sync.sync(1))
+        return gate, wait_for(read_synced_parity(run, 1))
 
 
 if __name__ == "__main__":

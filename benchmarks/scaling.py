@@ -41,7 +41,7 @@ from fovea.wiring.run import build
 MODULE = "benchmarks.scaling"
 MIB = 2**20
 WARM_STEPS = 2
-"""First steps of a run, which are not counted: the first push sends all weights."""
+"""First steps of a run, which are not counted: the first weight sync sends all weights."""
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "1": (1, ()),
     "2": (2, ()),

@@ -19,8 +19,8 @@ from torch import Tensor
 from fovea.algorithms.advantage import dr_grpo, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 from fovea.algorithms.gae import gae, turn_gae, whiten
 from fovea.algorithms.kl import ESTIMATORS, k3
+from fovea.algorithms.masked_pictures import vppo_weights
 from fovea.algorithms.value_loss import explained_variance
-from fovea.algorithms.views import vppo_weights
 from fovea.config.algorithm import (
     Algorithm,
     DrGrpo,
@@ -31,7 +31,7 @@ from fovea.config.algorithm import (
     ReinforcePlusPlusBaseline,
     Rloo,
 )
-from fovea.config.views import Vppo
+from fovea.config.augmentations import Vppo
 from fovea.samples import replace_samples
 from fovea.types import Batch, Metrics, Sample
 
@@ -58,8 +58,8 @@ def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[
             batch, metrics = _by_actions(batch, penalties, settings.turn_discount), {}
         case Grpo() | DrGrpo() | Rloo() as advantage:
             batch, metrics = _by_groups(batch, penalties, partial(_each, GROUP_ESTIMATORS[advantage.name])), {}
-    if isinstance(settings.views, Vppo):
-        batch = _by_dependence(batch, settings.views)
+    if isinstance(settings.augmentation, Vppo):
+        batch = _by_dependence(batch, settings.augmentation)
     return batch, metrics | _statistics(batch) | _kl_metrics(batch, penalties, settings, kl_coef)
 
 

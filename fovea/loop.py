@@ -8,7 +8,7 @@ from fovea.advantages import with_advantages
 from fovea.report.summary import Summary
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin, closing, end_early, finish, record, save_last, stopping
-from fovea.run.parity import check_push, check_rollout
+from fovea.run.parity import check_rollout, check_sync
 from fovea.run.recorded import record_samples
 from fovea.run.rollout_step import StepRollout, draw
 from fovea.run.signals import Stop
@@ -52,12 +52,12 @@ async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metri
     rollout = await draw(run, state.step, run.phases)
     await run.engine.sleep()
     metrics = await learn(run, state, rollout)
-    with run.phases("sync"):
-        with run.phases("push"):
-            push = await run.weight_sync.push(state.step + 1)
+    with run.phases("weight_sync"):
+        with run.phases("weight_sync"):
+            sync = await run.weight_sync.sync(state.step + 1)
         await run.engine.wake()
-    await check_push(run, push)
-    return rollout.groups, metrics | push.metrics()
+    await check_sync(run, sync)
+    return rollout.groups, metrics | sync.metrics()
 
 
 async def learn(run: Run, state: TrainState, rollout: StepRollout) -> Metrics:
@@ -70,7 +70,7 @@ async def learn(run: Run, state: TrainState, rollout: StepRollout) -> Metrics:
             rollout.to_train, config.algorithm, max_new_tokens=max_new_tokens, dropped=rollout.dropped
         )
     with phases("logprobs"):
-        batch = await run.policy.annotate(batch, Needs.of(config.algorithm, dropout=config.model.has_dropout))
+        batch = await run.policy.compute_logprobs(batch, Needs.of(config.algorithm, dropout=config.model.has_dropout))
     with phases("advantages"):
         batch, advantages = with_advantages(batch, config.algorithm, state.kl_coef)
     await record_samples(run, state.step + 1, rollout.groups, batch)

@@ -96,7 +96,7 @@ def _kept(rewards: Sequence[Sequence[float]], signal_P: Sequence[bool], settings
     """Indices of the groups to train on: those with signal, and up to `max_groups_without_signal` of the others."""
     # equal rewards still have a gradient where the baseline is not the group's mean (whitening over the batch, a value
     # function, groups of one) and where a term of the loss acts on every token
-    if _all_single(rewards) or settings.advantage.name in WHITENED or settings.kl or settings.views:
+    if _all_single(rewards) or settings.advantage.name in WHITENED or settings.kl or settings.augmentation:
         return list(range(len(rewards)))
     silent = [index for index, differs in enumerate(signal_P) if not differs]
     worst_first = sorted(silent, key=lambda index: torch.tensor(rewards[index]).mean().item())
@@ -162,7 +162,7 @@ def _sample(episode: Episode, weight: float, turn_discount: float) -> Sample:
         images=tuple(image for turn in turns[1:] for image in turn.observation.images),
         completion_ids=tuple(turn.completion.id for turn in turns),
         versions=tuple(turn.completion.version for turn in turns),
-        on_view=turns[0].on_view,
+        is_noisy=turns[0].is_noisy,
     )
 
 

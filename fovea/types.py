@@ -134,8 +134,8 @@ class TurnTokens:
     observation: Prompt
     """Token ids and images that the environment added; in the first turn, the prompt."""
     completion: Completion
-    on_view: bool = False
-    """True if the engine drew the completion on the observation's pictures with noise (`rollout.views`)."""
+    is_noisy: bool = False
+    """True if the engine drew the completion on the observation's pictures with noise (`rollout.augmentation`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class Group:
     prompt: Prompt
     episodes: tuple[Episode, ...]
     masked: Prompt | None = None
-    """The prompt with masked pictures, for a term of the loss (`algorithm.views`)."""
+    """The prompt with masked pictures, for a term of the loss (`algorithm.augmentation`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -210,7 +210,7 @@ class Sample:
     reference_logprobs_T: NDArray[np.float32] | None = None
     """The reference model's log-probs; None without a KL term."""
     masked_logprobs_T: NDArray[np.float32] | None = None
-    """The trainer's log-probs on the masked picture before the update; None without `algorithm.views`."""
+    """The trainer's log-probs on the masked picture before the update; None without `algorithm.augmentation`."""
     values_T: NDArray[np.float32] | None = None
     """Values before each token, by the value function before the update; None without a value function."""
     advantages_T: NDArray[np.float32] | None = None
@@ -223,7 +223,7 @@ class Sample:
     """Ids of the completions of its turns."""
     versions: tuple[int, ...] = ()
     """Version of the policy that sampled each turn."""
-    on_view: bool = False
+    is_noisy: bool = False
     """True if it was drawn on noisy pictures: `rollout_logprobs_T` are of these, and no measure of the engine."""
 
     def __post_init__(self) -> None:

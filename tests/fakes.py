@@ -71,7 +71,7 @@ class BanditPolicy:
 
     async def close(self) -> None: ...
 
-    async def annotate(self, batch: Batch, needs: Needs) -> Batch:
+    async def compute_logprobs(self, batch: Batch, needs: Needs) -> Batch:
         if needs.old_logprobs or (needs.values and self.shared_trunk):
             batch = with_old_logprobs(batch, self.logprobs(batch))
         if needs.values:
@@ -152,7 +152,7 @@ class BanditSync:
         self._policy = policy
         self._engine = engine
 
-    async def push(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         self._engine.table, self._engine.version = self._policy.table.copy(), version
         return SyncReport(version=version, num_tensors=1, bytes_copied=0)
 

@@ -66,7 +66,7 @@ def policy_on(
 
 def weights_of(policy: TrainedPolicy) -> dict[str, torch.Tensor]:
     """The weights of a policy by name, adapters beside them; shards where they are sharded."""
-    return {weight.name: weight.parameter for weight in policy.outgoing()}
+    return {weight.name: weight.parameter for weight in policy.weights_to_sync()}
 
 
 def micro_batcher(parts: TinyParts, **train: object) -> MicroBatcher:

@@ -115,7 +115,7 @@ def test_groups_without_signal_are_skipped_and_counted_unless_a_kl_term_acts_on_
     run = bandit_run(tmp_path, algorithm={"kl": kl})
     wait_for(begin(run))
     run.policy.table[:] = 50 * np.eye(4)  # type: ignore[attr-defined]
-    wait_for(run.weight_sync.push(0))
+    wait_for(run.weight_sync.sync(0))
     _, metrics = wait_for(take_step(run, at(0)))
     assert len(run.policy.batches[0].groups) == trained  # type: ignore[attr-defined]
     counts = [metrics[f"groups/{name}"] for name in ("with_signal", "without_signal", "skipped")]

@@ -43,13 +43,13 @@ class Watched:
         """Versions that drew each step."""
         self.overlaps: set[tuple[int, int]] = set()
         """Pairs of a step in training and one that was drawn meanwhile."""
-        self.pushed: list[int] = []
+        self.synced: list[int] = []
         self.drawing: list[int] = []
         self.training: int | None = None
-        self.generate, self.update, self.push = run.engine.generate, run.policy.update, run.weight_sync.push
+        self.generate, self.update, self.sync = run.engine.generate, run.policy.update, run.weight_sync.sync
         run.engine.generate = self._generate  # type: ignore[method-assign]
         run.policy.update = self._update  # type: ignore[method-assign]
-        run.weight_sync.push = self._push  # type: ignore[method-assign]
+        run.weight_sync.sync = self._sync  # type: ignore[method-assign]
 
     async def _generate(self, request: Request) -> Sequence[Completion]:
         if not request.for_update or request.id.startswith("parity"):
@@ -75,11 +75,11 @@ class Watched:
         self.training = None
         return metrics
 
-    async def _push(self, version: int) -> SyncReport:
+    async def _sync(self, version: int) -> SyncReport:
         assert not self.drawing, "a completion has one version"
         assert self.training is None, "of weights at rest"
-        self.pushed.append(version)
-        return await self.push(version)
+        self.synced.append(version)
+        return await self.sync(version)
 
     def _note(self) -> None:
         if self.training is not None:
@@ -115,7 +115,7 @@ def test_each_step_is_drawn_by_the_version_that_the_settings_say(
     rows = read_metrics(tmp_path)
     assert [row["staleness/mean"] for row in rows] == [step - version for step, version in enumerate(versions)]
     assert [row["staleness/max"] for row in rows] == [row["staleness/mean"] for row in rows]
-    assert watched.pushed[-1] == 7, "the evaluation of the end is one of the newest weights"
+    assert watched.synced[-1] == 7, "the evaluation of the end is one of the newest weights"
 
 
 SECONDS = 0.6
@@ -255,7 +255,7 @@ def test_the_evaluation_behind_a_time_limit_is_of_the_last_weights(tmp_path: Pat
     watched = Watched(overlapping(tmp_path, max_hours=1e-9, max_steps=9, evaluate=evaluated), update_turns=60)
     with pytest.raises(SystemExit):
         train(watched.run)
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == watched.pushed[-1] == 1
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == watched.synced[-1] == 1
     np.testing.assert_array_equal(watched.run.engine.table, watched.run.policy.table)  # type: ignore[attr-defined]
 
 
@@ -323,7 +323,7 @@ def test_a_run_ends_with_its_rows(tmp_path: Path) -> None:
     watched = Watched(replace(run, stream=replace(run.stream, order=order)))
     train(watched.run)
     assert len(read_metrics(tmp_path)) == 2
-    assert watched.pushed[-1] == 2
+    assert watched.synced[-1] == 2
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
 
 

@@ -137,16 +137,16 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
         config = _without_side_effects(recipes, overrides, folder)
         from fovea.run.lifecycle import measure_parity
         from fovea.run.parity import parity_table
-        from fovea.run.parity_reading import parity_failure
+        from fovea.run.parity_result import parity_failure
         from fovea.wiring.run import build
         from fovea_gym.utils.event_loop import wait_for
 
-        reading = wait_for(measure_parity(build(config)))
+        result = wait_for(measure_parity(build(config)))
     console = Console(soft_wrap=True)
-    console.print(parity_table(reading))
-    limit = f"the limit of parity.max_abs_logprob_diff={reading.limit:g}"
-    console.print(f"parity: within {limit}" if reading.passed else parity_failure(reading), markup=False)
-    return reading.passed
+    console.print(parity_table(result))
+    limit = f"the limit of parity.max_abs_logprob_diff={result.limit:g}"
+    console.print(f"parity: within {limit}" if result.passed else parity_failure(result), markup=False)
+    return result.passed
 
 
 def _without_side_effects(recipes: Sequence[Path], overrides: Sequence[str], folder: str) -> Config:

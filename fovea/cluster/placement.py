@@ -74,7 +74,7 @@ class Role:
     receivers: Ranks | None
     """Ranks of the first learner, which sends weights, and the workers with only an engine; None for all others."""
     pairs: Mapping[int, Ranks]
-    """Ranks of the first learner and one of those workers, by its rank among all; for pushes after one was lost, since
+    """Ranks of the first learner and one of those workers, by its rank among all; for syncs after one was lost, since
     a process group can be made only by all processes."""
     has_engine: bool
     in_thread: bool

@@ -37,16 +37,16 @@ class WorkersPolicy:
             raise AttributeError(f"a policy has no call {name}")
         return partial(self._call, name)
 
-    async def annotate(self, batch: Batch, needs: Needs) -> Batch:
-        images = (await self._images()).to_annotate(
+    async def compute_logprobs(self, batch: Batch, needs: Needs) -> Batch:
+        images = (await self._images()).for_logprobs(
             batch,
             policy_passes=needs.old_logprobs or needs.values,
             reference_passes=needs.reference_logprobs,
             masked_passes=needs.masked_logprobs,
             beside_engine=needs.beside_engine,
         )
-        annotated: Batch = await self._call("annotate", batch, needs, images=images)
-        return annotated
+        with_logprobs: Batch = await self._call("compute_logprobs", batch, needs, images=images)
+        return with_logprobs
 
     async def update(self, batch: Batch) -> Metrics:
         images = (await self._images()).to_update(batch)
@@ -61,7 +61,7 @@ class WorkersPolicy:
     async def sft(self, pairs: Sequence[SftExample]) -> Metrics:
         images = (await self._images()).to_imitate([pair.prompt for pair in pairs])
         metrics: Metrics = await self._call("sft", pairs, images=images)
-        # no push ends a step of the warm-up: images of all of its steps would pile up on both ends
+        # no weight sync ends a step of the warm-up: images of all of its steps would pile up on both ends
         for learner in self.workers.learners:
             learner.forget_images()
         return metrics
@@ -104,14 +104,14 @@ class WorkersWeights:
         self._workers = workers
         self._num_receivers = len(workers.engines_only)
 
-    async def push(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         await self._leave_out_the_lost()
-        call = Call(method="weight_sync.push", arguments=(version,))
+        call = Call(method="weight_sync.sync", arguments=(version,))
         reports: list[SyncReport] = await call_each((handle, call) for handle in self._workers.all)
         checksums = {report.checksum for report in reports if report.checksum is not None}
         if len(checksums) > 1:
             raise EngineError(
-                f"the engines hold different weights after the push of version {version}, by checksums {checksums}; "
+                f"the engines hold different weights after the weight sync of version {version}, by checksums {checksums}; "
                 "run again, and report this as a bug if it comes back"
             )
         for handle in self._workers.all:
@@ -120,7 +120,7 @@ class WorkersWeights:
 
     async def _leave_out_the_lost(self) -> None:
         """Have the sender send only to those engines that are left."""
-        # in a push, which is collective, the loss of one would end all
+        # in a weight sync, which is collective, the loss of one would end all
         await self._workers.drop_ended()
         receivers = self._workers.engines_only
         if len(receivers) == self._num_receivers:
@@ -183,7 +183,7 @@ class WorkersEngine:
         await call_each((handle, Call(method="engine.wake")) for handle in self._workers.both)
 
     def forget_images(self) -> None:
-        """Free the images of requests, which no push ends in an evaluation."""
+        """Free the images of requests, which no weight sync ends in an evaluation."""
         for engine in self._workers.engines:
             engine.forget_images()
 

@@ -1,6 +1,6 @@
 """Worker processes as a driver sees them: what each holds, and handles by which it makes calls.
 
-A worker holds a shard of the policy, an engine, or both. Calls of the policy and pushes of weights are collective:
+A worker holds a shard of the policy, an engine, or both. Calls of the policy and syncs of weights are collective:
 the workers that they concern make them in the same order.
 """
 
@@ -112,7 +112,7 @@ class WorkerHandle(Protocol):
     def forget_images(self) -> None:
         """Free the images that calls have brought so far, on both ends; nothing while a collective call runs.
 
-        The answer to `annotate` names images that it does not bring.
+        The answer to `compute_logprobs` names images that it does not bring.
         """
         ...
 

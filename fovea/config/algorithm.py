@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.views import ViewsConfig, Vppo
+from fovea.config.augmentations import AugmentationTerm, Vppo
 from fovea_gym.settings.base import (
     Coefficient,
     CoefficientOrZero,
@@ -283,7 +283,7 @@ class Algorithm(Section):
     the same, but completions above the largest weight are left out."""
     kl: Annotated[KlInLoss | KlInReward, Field(discriminator="name")] | None = None
     """KL penalty to the model that RL began with (coef 0.01 is usual for VLMs); null: none, and no reference model."""
-    views: ViewsConfig | None = None
+    augmentation: AugmentationTerm | None = None
     """Loss term from a second, masked view of every picture; null: none."""
     entropy_coef: CoefficientOrZero = 0.0
     """Weight of the entropy bonus, aggregated as the loss is."""
@@ -315,7 +315,7 @@ class Algorithm(Section):
     @property
     def needs_old_logprobs(self) -> bool:
         """True if computing advantages from rewards needs log-probs from before the update."""
-        return isinstance(self.kl, KlInReward) or isinstance(self.views, Vppo)
+        return isinstance(self.kl, KlInReward) or isinstance(self.augmentation, Vppo)
 
     @property
     def corrects_for_engine(self) -> bool:

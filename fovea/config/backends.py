@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # settings are read without importing what they make
     from fovea.rollout.access import EngineAccess
     from fovea.rollout.base import Engine
     from fovea.train.update import PolicyAccess, TrainedPolicy
-    from fovea.weights.base import PushedEngine
-    from fovea.weights.push import NetworkEngine
+    from fovea.weights.base import SyncedEngine
+    from fovea.weights.sync import NetworkEngine
 
 CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
 """Default KV caches of vLLM (GiB) and SGLang (tokens) on a CPU: the trainer needs the machine's memory too."""
@@ -153,7 +153,7 @@ class EmbeddedSettings(EngineSettings):
             access.processor,
             access.network,
             tape=access.tape,
-            pushed=access.pushed,
+            synced=access.synced,
             can_free_memory=access.can_free_memory,
         )
 
@@ -178,7 +178,7 @@ class StreamedEngine(EngineSettings):
         return self.python
 
     @abstractmethod
-    def make(self, access: EngineAccess) -> PushedEngine: ...
+    def make(self, access: EngineAccess) -> SyncedEngine: ...
 
     def powers(self) -> Iterator[tuple[str, str, str]]:
         if self.python is not None:
@@ -265,7 +265,7 @@ class VllmSettings(ServingEngine):
     def takes_adapters(self) -> bool:
         return self.enable_lora
 
-    def make(self, access: EngineAccess) -> PushedEngine:
+    def make(self, access: EngineAccess) -> SyncedEngine:
         from fovea.rollout.vllm.arguments import make_engine
 
         longest = access.max_model_len
@@ -319,7 +319,7 @@ class SglangSettings(ServingEngine):
     timeout_seconds: MayChange[Seconds] = 1800.0
     """Longest time without an answer while SGLang has work; after that it is killed and counts as lost."""
 
-    def make(self, access: EngineAccess) -> PushedEngine:
+    def make(self, access: EngineAccess) -> SyncedEngine:
         from fovea.rollout.sglang.arguments import make_engine
 
         longest = access.max_model_len
@@ -361,7 +361,7 @@ class VllmServersSettings(StreamedEngine):
         # the client then runs in this process and syncs weights by files
         return self.python is None
 
-    def make(self, access: EngineAccess) -> PushedEngine:
+    def make(self, access: EngineAccess) -> SyncedEngine:
         from fovea.rollout.vllm.connect import connect
 
         return connect(self, access.model, access.processor, max_model_len=access.max_model_len)

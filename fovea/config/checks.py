@@ -61,29 +61,37 @@ def disagreements(config: Config) -> Iterator[str]:
         )
     yield from rollout.engine.complaints(_engine_use(config))
     of_rewards = (_reward_list, _rewards_in_processes, _rewards_without_rows, _models_that_grade, _second_opinion)
-    for rule in (_megatron, _views, _rates_of_frozen_parts, _without_dev, _weights_in_epochs, *of_rewards, _too_short):
+    for rule in (
+        _megatron,
+        _augmentation,
+        _rates_of_frozen_parts,
+        _without_dev,
+        _weights_in_epochs,
+        *of_rewards,
+        _too_short,
+    ):
         yield from rule(config)
 
 
-def _views(config: Config) -> Iterator[str]:
+def _augmentation(config: Config) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.rollout
-    given = {"rollout.views": rollout.views, "algorithm.views": algorithm.views}
-    for key in (key for key, views in given.items() if views is not None and rollout.max_staleness_steps):
+    given = {"rollout.augmentation": rollout.augmentation, "algorithm.augmentation": algorithm.augmentation}
+    for key in (key for key, value in given.items() if value is not None and rollout.max_staleness_steps):
         yield (
-            f"{key} compares the views of one policy, but rollout.max_staleness_steps={rollout.max_staleness_steps} "
+            f"{key} compares log-probs of one policy, but rollout.max_staleness_steps={rollout.max_staleness_steps} "
             f"samples with older weights; set rollout.max_staleness_steps=0, or {key}=null"
         )
-    if rollout.views is None:
+    if rollout.augmentation is None:
         return
     if algorithm.corrects_for_engine:
         yield (
-            "rollout.views samples completions on noisy pictures, where the engine's log-probs differ from those on "
+            "rollout.augmentation samples completions on noisy pictures, where the engine's log-probs differ from those on "
             "the clean ones: importance_sampling_fix and old_logprobs=engine compare the two; leave both out, or set "
-            "rollout.views=null"
+            "rollout.augmentation=null"
         )
-    if not 0 < rollout.views.num_drawn(rollout.samples_per_prompt) < rollout.samples_per_prompt:
+    if not 0 < rollout.augmentation.num_sampled(rollout.samples_per_prompt) < rollout.samples_per_prompt:
         yield (
-            f"rollout.views.share={rollout.views.share} of rollout.samples_per_prompt={rollout.samples_per_prompt} is "
+            f"rollout.augmentation.share={rollout.augmentation.share} of rollout.samples_per_prompt={rollout.samples_per_prompt} is "
             "none or all of a group; set a share such as 0.5, and at least 2 samples per prompt"
         )
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from fovea.config.augmentations import NoisyPictures
 from fovea.config.backends import BackendConfig, EmbeddedSettings, EngineConfig, TorchBackend
-from fovea.config.views import RolloutViews
 from fovea_gym.settings.base import (
     Fraction,
     LearningRate,
@@ -85,7 +85,7 @@ class Rollout(Section):
     max_episode_tokens: PositiveInt | None = None
     """Longest episode of several turns: tokens of prompt, answers and replies. An episode ends before a turn that might
     not fit. Default: the model's number of positions."""
-    views: RolloutViews | None = None
+    augmentation: NoisyPictures | None = None
     max_staleness_steps: Annotated[int, Field(ge=0, le=1000)] = 0
     """Largest age, in steps of the policy, of the weights that sample a completion. 0: rollout and update take turns;
     1: the next step is sampled during the update; more: so are the steps after it."""

@@ -20,8 +20,8 @@ _LEVEL_SETTING = "curriculum.level_weights"
 class OrderState(TypedDict):
     """The state of an order in a checkpoint; JSON-serialisable."""
 
-    num_drawn: int
-    num_drawn_of_kind: dict[str, int]
+    num_sampled: int
+    num_sampled_of_kind: dict[str, int]
     num_rows_of_kind: dict[str, int]
 
 
@@ -59,8 +59,8 @@ class Order:
         self._shares = np.array([counts[each] * weights.get(each[0], 1.0) for each in self._strata])
         self._bounds = np.cumsum(self._shares / self._shares.sum())[:-1]
         self._seed = seed
-        self._num_drawn = 0
-        self._num_drawn_of_kind = [0] * len(self._names)
+        self._num_sampled = 0
+        self._num_sampled_of_kind = [0] * len(self._names)
         self._kind_blocks: dict[int, NDArray[np.int64]] = {}
         self._shuffles: dict[int, tuple[int, NDArray[np.int64]]] = {}
 
@@ -71,7 +71,7 @@ class Order:
         for kind in range(len(self._names)):
             places = np.flatnonzero(kinds == kind)
             rows[places] = self._next_rows(kind, len(places))
-        self._num_drawn += n
+        self._num_sampled += n
         taken: list[int] = rows.tolist()
         return taken
 
@@ -96,8 +96,8 @@ class Order:
     def state(self) -> OrderState:
         """Return the position, whose size does not grow with the number of rows."""
         return {
-            "num_drawn": self._num_drawn,
-            "num_drawn_of_kind": dict(zip(self._names, self._num_drawn_of_kind, strict=True)),
+            "num_sampled": self._num_sampled,
+            "num_sampled_of_kind": dict(zip(self._names, self._num_sampled_of_kind, strict=True)),
             "num_rows_of_kind": self._num_rows_of_kind(),
         }
 
@@ -111,17 +111,17 @@ class Order:
                 f"the saved order is of rows {saved}, but the data have {found}, so it cannot go on; "
                 "resume with the data files the run began with"
             )
-        self._num_drawn = state["num_drawn"]
-        self._num_drawn_of_kind = [state["num_drawn_of_kind"][name] for name in self._names]
+        self._num_sampled = state["num_sampled"]
+        self._num_sampled_of_kind = [state["num_sampled_of_kind"][name] for name in self._names]
 
     def _num_rows_of_kind(self) -> dict[str, int]:
         return {name: len(rows) for name, rows in zip(self._names, self._rows, strict=True)}
 
     def _next_kinds(self, n: int) -> NDArray[np.int64]:
-        first, last = self._num_drawn // _BLOCK, (self._num_drawn + n) // _BLOCK
+        first, last = self._num_sampled // _BLOCK, (self._num_sampled + n) // _BLOCK
         blocks = {block: self._kind_block(block) for block in range(first, last + 1)}
         self._kind_blocks = {last: blocks[last]}
-        start = self._num_drawn - first * _BLOCK
+        start = self._num_sampled - first * _BLOCK
         return np.concatenate(list(blocks.values()))[start : start + n]
 
     def _kind_block(self, block: int) -> NDArray[np.int64]:
@@ -133,9 +133,9 @@ class Order:
     def _next_rows(self, kind: int, n: int) -> NDArray[np.int64]:
         taken: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
         while n > 0:
-            epoch, start = divmod(self._num_drawn_of_kind[kind], len(self._rows[kind]))
+            epoch, start = divmod(self._num_sampled_of_kind[kind], len(self._rows[kind]))
             taken.append(self._shuffled(kind, epoch)[start : start + n])
-            self._num_drawn_of_kind[kind] += len(taken[-1])
+            self._num_sampled_of_kind[kind] += len(taken[-1])
             n -= len(taken[-1])
         return np.concatenate(taken)
 
@@ -187,7 +187,7 @@ class RowOrder(Protocol):
 class EpochState(TypedDict):
     """The state of an order of epochs in a checkpoint; JSON-serialisable."""
 
-    num_drawn: int
+    num_sampled: int
     num_rows: int
 
 
@@ -204,21 +204,21 @@ class EpochOrder:
         self._seed = seed
         self._shuffle = shuffle
         self._end = None if max_epochs is None else max_epochs * num_rows
-        self._num_drawn = 0
+        self._num_sampled = 0
 
     def take(self, n: int) -> list[int]:
         taken: list[int] = []
-        while len(taken) < n and self._num_drawn != self._end:
-            epoch, start = divmod(self._num_drawn, self._num_rows)
+        while len(taken) < n and self._num_sampled != self._end:
+            epoch, start = divmod(self._num_sampled, self._num_rows)
             rows = self._epoch(epoch)[start : start + n - len(taken)].tolist()
-            self._num_drawn += len(rows)
+            self._num_sampled += len(rows)
             taken += rows
         return taken
 
     def rest(self) -> Iterator[int] | None:
         if self._end is None:
             return None
-        ahead = range(self._num_drawn, self._end)
+        ahead = range(self._num_sampled, self._end)
         return (int(self._epoch(drawn // self._num_rows)[drawn % self._num_rows]) for drawn in ahead)
 
     def weigh_levels(self, weights: Mapping[str, float]) -> None:
@@ -226,7 +226,7 @@ class EpochOrder:
             raise ConfigError("curriculum.level_weights draws rows by weight, and an epoch has each once; drop either")
 
     def state(self) -> EpochState:
-        return {"num_drawn": self._num_drawn, "num_rows": self._num_rows}
+        return {"num_sampled": self._num_sampled, "num_rows": self._num_rows}
 
     def restore(self, state: EpochState) -> None:
         if "num_rows_of_kind" in state:
@@ -236,13 +236,13 @@ class EpochOrder:
                 f"the saved order is of {state['num_rows']} rows, but the data have {self._num_rows}, so it cannot go "
                 "on; resume with the data files the run began with"
             )
-        if self._end is not None and state["num_drawn"] > self._end:
+        if self._end is not None and state["num_sampled"] > self._end:
             raise ConfigError(
-                f"max_epochs={self._end // self._num_rows}, but the run has drawn {state['num_drawn']} times from its "
+                f"max_epochs={self._end // self._num_rows}, but the run has drawn {state['num_sampled']} times from its "
                 f"{self._num_rows} rows, so nothing is left to train; set a larger max_epochs, or use it as it is "
                 "(fovea eval, fovea export)"
             )
-        self._num_drawn = state["num_drawn"]
+        self._num_sampled = state["num_sampled"]
 
     def _epoch(self, epoch: int) -> NDArray[np.int64]:
         if not self._shuffle:

@@ -193,7 +193,7 @@ class PromptSource:
         self._check_length(prompt.num_tokens, where)
         return PromptedTask(task=task, prompt=prompt)
 
-    def view(self, item: PromptedTask, change: Callable[[int], PixelChange]) -> Callable[[], Prompt]:
+    def augmented(self, item: PromptedTask, change: Callable[[int], PixelChange]) -> Callable[[], Prompt]:
         """A function, for any thread, that renders the prompt, of equal token ids, with pictures changed by number."""
         numbers = count()
 
@@ -205,14 +205,16 @@ class PromptSource:
 
         def rendered() -> Prompt:
             prompt = self.render(item.task, messages).prompt
-            assert np.array_equal(prompt.token_ids_L, item.prompt.token_ids_L), f"{item.task.id}: a view has other text"
+            assert np.array_equal(prompt.token_ids_L, item.prompt.token_ids_L), (
+                f"{item.task.id}: an augmented prompt has other text"
+            )
             return prompt
 
         return rendered
 
     def at_once(self, works: Mapping[Key, Callable[[], Made]]) -> dict[Key, Made]:
         """The results of these works, on the threads of `render_ahead` where there are any."""
-        ahead: Prefetch[Key, Made] = Prefetch(self._num_threads, "views")
+        ahead: Prefetch[Key, Made] = Prefetch(self._num_threads, "augmentations")
         ahead.begin(works)
         return {key: (ahead.take(key) or work)() for key, work in works.items()}
 

@@ -192,7 +192,7 @@ class EngineAnswers:
             seed=seed,
             unscored=unscored,
         )
-        # no push ends an evaluation's chunk: images of a whole split would pile up
+        # no sync ends an evaluation's chunk: images of a whole split would pile up
         engine: object = self._engine
         if isinstance(engine, HoldsImages):
             engine.forget_images()

@@ -84,7 +84,7 @@ class RecordedTurn:
     tokens: TokenTrace | None = None
     """Kept of samples of training only."""
     version: int | None = None
-    """Version of the weights that drew it, the number of their push; None of held-out answers."""
+    """Version of the weights that drew it, the number of their sync; None of held-out answers."""
     reward: _NumberOrNone = None
     """Its part of the reward; None where the reward is that of the whole episode."""
     seconds: Number = 0.0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # it imports numpy, which the parent process of a supervised 
 METRICS_FILE = "metrics.jsonl"
 BESIDE_STEPS = ("checkpoint", "checkpoint_write")
 """Names of phases that are not part of `seconds/step`."""
-PART_OF_SYNC = "push"
+PART_OF_SYNC = "weight_sync"
 """A time that is part of a phase's time, and so is not counted separately."""
 
 

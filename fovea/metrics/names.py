@@ -83,7 +83,7 @@ ROUNDING_NATS = 1e-9
 def is_rounding(name: str, values: Iterable[float]) -> bool:
     """True if all values of a metric are rounding errors, which are not worth a curve."""
     # non-finite values are not rounding errors: `<` is False for NaN
-    return name == "rollout_train_kl" and all(abs(value) < ROUNDING_NATS for value in values)
+    return name == "mismatch/kl" and all(abs(value) < ROUNDING_NATS for value in values)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class LossGradients:
 
 
 class Distributions(Protocol):
-    """Distributions of some actions over the ids that may be drawn."""
+    """Distributions of some actions over the ids that may be sampled."""
 
     @property
     def scores(self) -> Scores:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fovea.models.drawn_distribution import drawn_logprobs_
 from fovea.models.families.base import ModelFamily
 from fovea.models.policy_network import PolicyNetwork
+from fovea.models.sampling_distribution import sampling_logprobs_
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.types import PromptImage
 
@@ -115,6 +115,6 @@ def plain_logprobs(
     inputs = plain_inputs(family, ids_L, images, network.dtype)
     logits = network(input_ids=ids_L, attention_mask=torch.ones_like(ids_L), use_cache=False, **inputs).logits[0]
     banned_K = torch.tensor(banned_ids, dtype=torch.long, device=logits.device)
-    logprobs_TW = drawn_logprobs_(logits[len(prompt_ids_L) - 1 : -1].float(), 1.0, banned_K)
+    logprobs_TW = sampling_logprobs_(logits[len(prompt_ids_L) - 1 : -1].float(), 1.0, banned_K)
     found: Tensor = logprobs_TW.gather(1, answer_ids_T[:, None])[:, 0]
     return found

@@ -54,7 +54,7 @@ class PolicyNetwork(nn.Module):
     def forward(
         self, row: PackedRow, *, temperature: float, chunk_tokens: int, loss_gradients: LossGradients | None = None
     ) -> TokenScores:
-        """Log-probs and entropies [A] of what is drawn at `temperature`, and values [A] if there is a value head.
+        """Log-probs and entropies [A] of what is sampled at `temperature`, and values [A] if there is a value head.
 
         Logits are computed for `chunk_tokens` actions at a time; `loss_gradients` are by actions [U] of unequal
         completions, as for `token_scores`.

@@ -44,7 +44,7 @@ class Processor:
     pass) but for those by which a model calls tools, entries of the embedding beyond the tokenizer's vocabulary, and
     `suppress_tokens` of the generation config.
 
-    They have probability 0 in every engine and in the trainer (`models.drawn_distribution`)."""
+    They have probability 0 in every engine and in the trainer (`models.sampling_distribution`)."""
     max_positions: int
     """Most tokens of a prompt with its completion (`max_position_embeddings`)."""
     name: str
@@ -142,8 +142,8 @@ def make_processor(
     """A processor with stop and banned ids derived from transformers' configs."""
     stop_ids, family = _stop_ids(generation, tokenizer), family_of(config, name)
     marks = gemma_calls.MARKS if gemma_calls.is_written_by(chat_template) else ()
-    drawn_ids = (*stop_ids, *(token_id(tokenizer, mark) for mark in marks))
-    banned_ids = _banned_ids(tokenizer, config.get_text_config().vocab_size, generation, drawn_ids)
+    sampled_ids = (*stop_ids, *(token_id(tokenizer, mark) for mark in marks))
+    banned_ids = _banned_ids(tokenizer, config.get_text_config().vocab_size, generation, sampled_ids)
     return Processor(
         tokenizer=tokenizer,
         image_processor=image_processor,
@@ -194,11 +194,11 @@ def _stop_ids(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _banned_ids(
-    tokenizer: PreTrainedTokenizerBase, vocab_size: int, generation: GenerationConfig, drawn_ids: tuple[int, ...]
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, generation: GenerationConfig, sampled_ids: tuple[int, ...]
 ) -> tuple[int, ...]:
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     beyond, suppressed = range(len(tokenizer), vocab_size), generation.suppress_tokens or ()
-    banned = special.union(beyond, suppressed).difference(drawn_ids)
+    banned = special.union(beyond, suppressed).difference(sampled_ids)
     # a tokenizer may have more tokens than the network: what has no logit needs no ban
     return tuple(sorted(index for index in banned if index < vocab_size))
 

@@ -276,7 +276,7 @@ class Renderer:
         return self.box_frame(ImageRef(source=np.zeros((64, 64, 3), np.uint8))) != (1000, 1000)
 
     def target(self, text: str, where: str = "the answer") -> tuple[int, ...]:
-        """Token ids of an answer to imitate, with the end token; DataError if it holds a token that is never drawn."""
+        """Token ids of an answer to imitate, with the end token; DataError if it holds a token that is never sampled."""
         ids = self._ids(text)
         for banned in self._never_inside.intersection(ids):
             raise DataError(

@@ -58,7 +58,7 @@ FULL_ATTENTION_EVERY = 4
 """Of so many layers of these, one has attention, and so has the last layer; the others are gated delta nets."""
 
 STEP_RANGE = (0.001, 0.1)
-"""Steps by which states of gated delta nets decay in a new model, drawn as Mamba's (Gu and Dao, arXiv 2312.00752)."""
+"""Steps by which states of gated delta nets decay in a new model, sampled as Mamba's (Gu and Dao, arXiv 2312.00752)."""
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message.role + '\\n' }}

@@ -1,6 +1,6 @@
 """Log-probs and entropies of actions from hidden states, with few passes over tensors [actions, vocabulary].
 
-They are of the distribution that completions are drawn from (`drawn_distribution`).
+They are of the distribution that completions are sampled from (`sampling_distribution`).
 
 Axes: `A` actions, `E` width of the model, `W` vocabulary, `K` banned ids.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fovea.models.drawn_distribution import banned_mass, drawn_logprobs_
 from fovea.models.head_gradients import LossGradients, Scores, gradient_of_logits_, gradients_of_head, scores_by_chunks
+from fovea.models.sampling_distribution import banned_mass, sampling_logprobs_
 from fovea.models.torch_versions import fsdp_output
 
 
@@ -54,7 +54,7 @@ def token_scores(
 ) -> TokenScores:
     """Log-probs and entropies at `temperature`, with logits for `chunk_tokens` actions at a time.
 
-    The log-prob of a banned target is -inf (`drawn_distribution.check_drawable`). With the `loss_gradients` of the loss
+    The log-prob of a banned target is -inf (`sampling_distribution.check_can_be_sampled`). With the `loss_gradients` of the loss
     whose backward pass will follow, the logits of several chunks are computed once instead of twice.
     """
 
@@ -94,7 +94,7 @@ class _Distributions:
         targets_A1 = targets_A[:, None]
         logits_AW = (hidden_AE @ head_WE.t()).float()
         banned_logits_AK = logits_AW[:, banned_K] / temperature
-        logprobs_AW = drawn_logprobs_(logits_AW, temperature, banned_K)
+        logprobs_AW = sampling_logprobs_(logits_AW, temperature, banned_K)
         logprobs_A = logprobs_AW.gather(1, targets_A1)[:, 0]
         # of any token: logit - log-prob is the logarithm of the sum of exponentials, without a pass over the vocabulary
         masses_A = banned_mass(banned_logits_AK, logits_AW.gather(1, targets_A1)[:, 0] - logprobs_A)

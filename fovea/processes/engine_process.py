@@ -113,7 +113,7 @@ class EngineProcess:
         with self._sending:
             number, result = self._calls.add()
             message = self._calls.packing.pack([(number, Call(method=method, arguments=arguments))])
-            # each request brings its images: an evaluation has no push after which all could be freed
+            # each request brings its images: an evaluation has no weight sync after which all could be freed
             self._calls.packing.forget()
             try:
                 self._connection.send_bytes(message)

@@ -23,8 +23,8 @@ class EngineAccess:
     seed: int
     network: PolicyNetwork | None = None
     """The network that an engine samples with which shares weights."""
-    pushed: Collection[str] = ()
-    """Weights that every push brings, whose memory is the update's while the engine sleeps."""
+    synced: Collection[str] = ()
+    """Weights that every weight sync brings, whose memory is the update's while the engine sleeps."""
     can_free_memory: bool = False
     """True if an update that runs out of memory frees what the engine keeps, and goes on."""
     tape: Tape | None = None

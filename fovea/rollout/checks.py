@@ -1,4 +1,4 @@
-"""Checks shared by engines of other packages: models, engine arguments, weights of a push."""
+"""Checks shared by engines of other packages: models, engine arguments, weights of a weight sync."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DELTA_NETS = ("qwen3_5", "qwen3_5_moe")
 """Families with delta nets. SGLang computes these on a CPU by kernels for AMX only, so that they are untested there."""
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 TESTED_FAMILIES = {"vLLM": (*_QWEN, *DELTA_NETS, "glm4v"), "SGLang": _QWEN}
-"""The `model_type`s that each engine's log-probs and pushes have been compared with the trainer's for."""
+"""The `model_type`s that each engine's log-probs and syncs have been compared with the trainer's for."""
 
 
 def check_family(family: str, known: Collection[str], *, model: str, setting: str, engine: str) -> None:

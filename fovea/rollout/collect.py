@@ -65,7 +65,7 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
     A group's random numbers depend on `seed` and its index in the step, which counts `num_before` earlier groups. A
     group with an UnscoredError is left out and the reason appended to `unscored`; None: the error is raised. An episode
     whose session or score fails is left out of its group and noted in `sessions`; None, or less than `fewest` left: all
-    are. The last `num_noisy` episodes of a group are drawn on its noisy prompt.
+    are. The last `num_noisy` episodes of a group are sampled on its noisy prompt.
     """
     environment, indices = interaction.environment, range(num_before, num_before + len(prompted))
     talks: Conversations | None = None
@@ -83,7 +83,7 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
             for_update=for_update and talks is None,
             keep=environment.max_turns > 1,
         )
-        firsts = await _of_views(engine, environment, item, request, num_noisy)
+        firsts = await _of_augmentations(engine, environment, item, request, num_noisy)
         try:
             if talks is None:
                 found = await _single_answers(interaction.grading, item.task, firsts, sessions)
@@ -169,7 +169,7 @@ def _group_of(item: PromptedTask, found: Sequence[Episode | FailedEpisodeError],
     return Group(prompt=item.prompt, episodes=episodes, masked=item.masked)
 
 
-async def _of_views(
+async def _of_augmentations(
     engine: Engine, environment: Environment, item: PromptedTask, request: Request, num_noisy: int
 ) -> Sequence[Turn]:
     """The first turns of the n episodes of one task, the last `num_noisy` of them on its noisy prompt."""
@@ -190,9 +190,9 @@ async def _of_views(
 
 async def first_turns(engine: Engine, environment: Environment, item: PromptedTask, request: Request) -> Sequence[Turn]:
     """Generate the first turns of the n episodes of one task."""
-    asked, on_view = tuple(environment.prompt(item.task)), request.prompt is not item.prompt
+    asked, is_noisy = tuple(environment.prompt(item.task)), request.prompt is not item.prompt
     completions = await engine.generate(request)
-    return [_turn(asked, item.prompt, completion, on_view=on_view) for completion in completions]
+    return [_turn(asked, item.prompt, completion, is_noisy=is_noisy) for completion in completions]
 
 
 class EngineSpeaker:
@@ -267,11 +267,13 @@ def _next_seed(seed: int, completion_id: str) -> int:
     return request_seed(seed, int(completion_id.rpartition("/")[2]), 1)
 
 
-def _turn(messages: tuple[Message, ...], observation: Prompt, completion: Completion, *, on_view: bool = False) -> Turn:
+def _turn(
+    messages: tuple[Message, ...], observation: Prompt, completion: Completion, *, is_noisy: bool = False
+) -> Turn:
     return SampledTurn(
         messages=messages,
         text=completion.text,
         finish=completion.finish,
         num_tokens=len(completion.token_ids_T),
-        tokens=TurnTokens(observation=observation, completion=completion, on_view=on_view),
+        tokens=TurnTokens(observation=observation, completion=completion, is_noisy=is_noisy),
     )

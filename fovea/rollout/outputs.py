@@ -35,7 +35,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class EngineOutput:
     """The answer to a request as the engine gives it."""
 
     prompt_ids_L: Sequence[int]
@@ -44,13 +44,13 @@ class Drawn:
     """By their numbers in the engine."""
 
 
-def completions(request: Request, drawn: Drawn, text: CompletionText, *, version: int) -> list[Completion]:
+def completions(request: Request, sampled: EngineOutput, text: CompletionText, *, version: int) -> list[Completion]:
     """The completions of a request; EngineError for one that is none, or where the engine has another prompt."""
-    check_prompt(request.prompt, drawn.prompt_ids_L)
+    check_prompt(request.prompt, sampled.prompt_ids_L)
     # a greedy request was made once for all of its completions
     numbers = range(request.n) if request.sampling.temperature else [0] * request.n
     return [
-        _completion(request, place, drawn.completions[number], text, version) for place, number in enumerate(numbers)
+        _completion(request, place, sampled.completions[number], text, version) for place, number in enumerate(numbers)
     ]
 
 

@@ -59,18 +59,18 @@ class RemoteEngine:
         has_weights: bool = self.process.run("has_weights")
         return has_weights
 
-    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+    def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
         """Prepare for weights of these names and shapes."""
         self._forget_given_up()
-        self.process.run("engine.begin_push", dict(shapes))
+        self.process.run("engine.begin_sync", dict(shapes))
 
-    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Load some of them, from memory that both processes have."""
-        self.process.run("take_weights", handles(bucket))
+        self.process.run("receive_weights", handles(bucket))
 
-    def finish_push(self, version: int) -> None:
+    def finish_sync(self, version: int) -> None:
         """Compare every value with what was sent, and empty every cache made with older weights."""
-        self.process.run("engine.finish_push", version)
+        self.process.run("engine.finish_sync", version)
 
     async def _call(self, method: str) -> None:
         await asyncio.wrap_future(self.process.call(method))

@@ -39,7 +39,7 @@ class ModelServer:
     admin_key: str | None = field(default=None, repr=False)
     """The key of administration; None: there is none, by anybody."""
     banned_ids: Sequence[int] = ()
-    """Ids that are never drawn (`models.processor.Processor`)."""
+    """Ids that are never sampled (`models.processor.Processor`)."""
     weights_dir: Path | None = None
     """The folder through which a trainer brings its weights; None for a server of answers only."""
     url_limits: UrlLimits | None = None
@@ -86,9 +86,9 @@ class LaunchesServers(Protocol):
 
 
 CLOSED = "the engine was closed; start another"
-NO_WEIGHTS = "the engine has no weights; push them first"
-BROKEN_PUSH = (
-    "the last push of weights broke off and left weights of two versions in the engine; push all of them again, or "
+NO_WEIGHTS = "the engine has no weights; sync them first"
+BROKEN_SYNC = (
+    "the last weight sync broke off and left weights of two versions in the engine; sync all of them again, or "
     "start again to go on from the last checkpoint"
 )
 
@@ -119,13 +119,13 @@ class Readiness:
         check_fits(request, max_model_len=self.max_model_len, max_images=self.max_images)
 
     def check_wakes(self) -> None:
-        """Raise EngineError for a wake of an engine whose weights were freed, and not pushed since."""
+        """Raise EngineError for a wake of an engine whose weights were freed, and not synced since."""
         if self.version is None:
-            raise EngineError("wake was called before the weights that sleep freed were pushed; push them first")
+            raise EngineError("wake was called before the weights that sleep freed were sent; sync them first")
 
     @property
-    def drawn_with(self) -> int:
-        """Version of the weights that the running requests are drawn with."""
+    def sampled_with(self) -> int:
+        """Version of the weights that the running requests are sampled with."""
         assert self.version is not None, "weights came while a request was running"
         return self.version
 

@@ -225,11 +225,11 @@ def _addresses(messages: Any) -> Iterator[tuple[dict[str, Any], str, bool]]:
 
 
 KEY_FILE = "server-key"
-"""File of the folder of pushes with the key of administration."""
+"""File of the folder of weight syncs with the key of administration."""
 
 
 def made_key(folder: Path) -> str:
-    """The key of administration of the servers that share a folder of pushes, made by whoever comes first.
+    """The key of administration of the servers that share a folder of weight syncs, made by whoever comes first.
 
     ConfigError where others may read it.
     """

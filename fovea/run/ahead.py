@@ -1,4 +1,4 @@
-"""Rollouts that are drawn while the policy trains, within a bound of staleness, and the pushes of weights between them.
+"""Rollouts that are drawn while the policy trains, within a bound of staleness, and the weight syncs between them.
 
 Which version of the weights draws a step follows from the settings, not from which side is faster. With a bound of `k`
 steps, engines that took version `v` when the policy came to step `v` draw one step after another up to `v + k`; when
@@ -23,7 +23,7 @@ from time import perf_counter
 from fovea.config.run import Config
 from fovea.metrics.log import Phases
 from fovea.run.context import Run
-from fovea.run.parity import check_push
+from fovea.run.parity import check_sync
 from fovea.run.rollout_step import StepRollout, draw
 from fovea.run.state import Position, position_of, restore_position
 from fovea.types import Metrics
@@ -42,7 +42,7 @@ class RolloutsAhead:
         """The position of the run before each rollout that is begun and not yet taken, by step."""
         self._turn = asyncio.Lock()
         self._in_use = BusyTime()
-        self._pushed: Metrics = {}
+        self._synced: Metrics = {}
         self._step_began = (0.0, 0.0)
 
     def has_more(self, step: int) -> bool:
@@ -65,13 +65,13 @@ class RolloutsAhead:
     async def trained(self, version: int) -> Metrics:
         """Bring the engines to this version, which the policy now has, if nothing is drawn ahead, as at a barrier.
 
-        Returns the metrics of the pushes of the step, and the time that the engines idled.
+        Returns the metrics of the weight syncs of the step, and the time that the engines idled.
         """
         if not self._ahead or not self.has_more(version):
-            await self._push(version)
+            await self._sync(version)
         began, in_use = self._step_began
-        pushed, self._pushed = self._pushed, {}
-        return pushed | {"seconds/idle_rollout": perf_counter() - began - (self._in_use.seconds - in_use)}
+        synced, self._synced = self._synced, {}
+        return synced | {"seconds/idle_rollout": perf_counter() - began - (self._in_use.seconds - in_use)}
 
     async def put_back(self) -> None:
         """Drop what is drawn ahead, and go back to the position of the run before it."""
@@ -92,7 +92,7 @@ class RolloutsAhead:
         config = self._run.config
         last = min(version + config.rollout.max_staleness_steps, next_barrier(config, version) - 1)
         if first <= last:
-            await self._push(version)
+            await self._sync(version)
         self._ahead = {step: asyncio.create_task(self._draw(step)) for step in range(first, last + 1)}
 
     async def _draw(self, step: int) -> StepRollout | None:
@@ -106,12 +106,12 @@ class RolloutsAhead:
                 rollout = await draw(self._run, step, phases)
             return replace(rollout, metrics=rollout.metrics | phases.seconds() | phases.gib())
 
-    async def _push(self, version: int) -> None:
+    async def _sync(self, version: int) -> None:
         if version != self._version:
-            with self._run.phases("sync"), self._run.phases("push"), self._in_use():
-                push = await self._run.weight_sync.push(version)
-            await check_push(self._run, push)
-            self._version, self._pushed = version, push.metrics()
+            with self._run.phases("weight_sync"), self._run.phases("weight_sync"), self._in_use():
+                sync = await self._run.weight_sync.sync(version)
+            await check_sync(self._run, sync)
+            self._version, self._synced = version, sync.metrics()
 
 
 class BusyTime:

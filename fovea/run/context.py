@@ -21,7 +21,7 @@ from fovea.rollout.collect import Interaction
 from fovea.run.callbacks import Callbacks
 from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.fingerprint import Fingerprint
-from fovea.run.parity_faults import TakenPush
+from fovea.run.parity_faults import TakenSync
 from fovea.run.warmup import WarmupStage
 from fovea.train.base import Policy
 from fovea.types import PromptImage
@@ -75,7 +75,7 @@ class TaskStream:
 
 
 @dataclass(slots=True)
-class RolloutGap:
+class RolloutMismatch:
     """Mean difference of a step's completions from the trainer, beyond which a known fault is looked for."""
 
     _explained: float = 0.0
@@ -85,9 +85,9 @@ class RolloutGap:
         """Each step of staleness may move log-probs as far as the limit, and twice as far as they were found to."""
         return max(limit, 2 * self._explained) * (1 + staleness)
 
-    def explained(self, gap: float, *, staleness: int) -> None:
+    def explained(self, mismatch: float, *, staleness: int) -> None:
         """Remember a difference in which no fault was found."""
-        self._explained = max(self._explained, gap / (1 + staleness))
+        self._explained = max(self._explained, mismatch / (1 + staleness))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +125,8 @@ class Run:
     box_frame: Callable[[PromptImage], tuple[int, int] | None] = lambda _image: None
     """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`), if it does."""
     findings_watch: FindingsWatch = field(default_factory=FindingsWatch)
-    taken_push: TakenPush = field(default_factory=TakenPush)
-    rollout_gap: RolloutGap = field(default_factory=RolloutGap)
+    taken_sync: TakenSync = field(default_factory=TakenSync)
+    rollout_mismatch: RolloutMismatch = field(default_factory=RolloutMismatch)
     callbacks: Callbacks = field(default_factory=Callbacks)
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Context manager around every step, by step (`fovea.metrics.profile`)."""

@@ -31,8 +31,8 @@ from fovea.run.context import Run
 from fovea.run.fingerprint import library_versions
 from fovea.run.held_out import evaluate_controls, evaluate_test, read_dev, sample_dev, search_shared_images
 from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit
-from fovea.run.parity import check_push, pass_parity_gate, read_parity
-from fovea.run.parity_reading import ParityReading
+from fovea.run.parity import check_sync, pass_parity_gate, read_parity
+from fovea.run.parity_result import ParityResult
 from fovea.run.run_dir import link_latest
 from fovea.run.signals import Stop, ending_signals, too_few_rows
 from fovea.run.state import TrainState, position_of, restore_position
@@ -59,7 +59,7 @@ async def begin(run: Run) -> TrainState:
 
 async def _begun(run: Run) -> TrainState:
     await _limit_microbatches(run, None)
-    await run.weight_sync.push(0)
+    await run.weight_sync.sync(0)
     await pass_parity_gate(run, version=0)
     # a forbidden overlap of the splits should fail before the hours of training, not after them
     kl = run.config.algorithm.kl
@@ -93,7 +93,7 @@ async def _resumed(run: Run) -> TrainState:
         if key in saved["pace"] and saved["pace"][key] != value:
             run.progress.print(f"{key} was {saved['pace'][key]} and is {value} from here on")
     await _limit_microbatches(run, state.microbatches)
-    await run.weight_sync.push(state.step)
+    await run.weight_sync.sync(state.step)
     await pass_parity_gate(run, version=state.step)
     # into this folder, where the checkpoint is another run's
     await save_checkpoint(run, state)
@@ -139,7 +139,7 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
         run.progress.warn(f"warm-up: {len(failed)} demonstrations failed and were left out; see {UNSCORED_FILE}")
     seconds = perf_counter() - started
     await run.policy.snapshot_reference()
-    await check_push(run, await _wake_with_weights(run))
+    await check_sync(run, await _wake_with_weights(run))
     state = replace(state, warmup_seconds=seconds)
     if not run.config.evaluate.before_training:
         return state
@@ -149,9 +149,9 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
 
 async def _wake_with_weights(run: Run) -> SyncReport:
     """Bring the weights of the warm-up to the engine, which sleeps during updates."""
-    push = await run.weight_sync.push(0)
+    sync = await run.weight_sync.sync(0)
     await run.engine.wake()
-    return push
+    return sync
 
 
 async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: Metrics) -> TrainState:
@@ -289,7 +289,7 @@ async def end_early(run: Run, state: TrainState, stop: Stop) -> NoReturn:
     if stop.received is None and run.config.evaluate.after_max_hours:
         with stop.at_once():
             # the loop that draws ahead may have dropped what these weights were to draw
-            await run.weight_sync.push(state.step)
+            await run.weight_sync.sync(state.step)
             await finish(run, state)
     stop.end()
 
@@ -345,8 +345,8 @@ def _print_hints(run: Run) -> None:
         run.progress.print(hint)
 
 
-async def measure_parity(run: Run) -> ParityReading:
+async def measure_parity(run: Run) -> ParityResult:
     """Measure the parity of a run that was built only for this, and close it."""
     async with closing(run):
-        await run.weight_sync.push(0)
+        await run.weight_sync.sync(0)
         return await read_parity(run, 0)

@@ -32,13 +32,13 @@ from fovea.run.parity_faults import (
     faulty_groups,
     usable_prompts,
 )
-from fovea.run.parity_reading import (
+from fovea.run.parity_result import (
     FLOOR_FRAC,
-    DrawnToken,
-    FaultReading,
-    Gap,
-    KindReading,
-    ParityReading,
+    FaultMismatch,
+    KindMismatch,
+    Mismatch,
+    ParityResult,
+    SampledToken,
     kind_of,
     nan_as_infinity,
     nearest_fault,
@@ -65,8 +65,8 @@ SAMPLES_PER_PROMPT = 2
 _UNSCORED, _ZEROS = Score(reward=0.0, accuracy=0.0), (0.0,) * SAMPLES_PER_PROMPT
 MAX_NEW_TOKENS = 32
 """Longest completion of the check, in tokens: a fault shows within a few, and the start of a run waits for all."""
-PUSH_PROMPTS = 4
-"""Prompts that are compared after a push: two rows, with and without their images."""
+SYNC_PROMPTS = 4
+"""Prompts that are compared after a weight sync: two rows, with and without their images."""
 GROSS_FACTOR = 5
 """Multiple of the limit that two sound computations by the same weights do not reach."""
 MAX_NAMED = 3
@@ -74,7 +74,7 @@ MIN_SAMPLES = 16
 """Completions of a step that are compared under faults: with a token each, enough for the sign test."""
 
 
-async def read_parity(run: Run, version: int) -> ParityReading:
+async def read_parity(run: Run, version: int) -> ParityResult:
     """Sample completions from the engine, and compare their log-probs with the policy's, sound and under faults."""
     settings = run.config.parity
     prompts = usable_prompts(
@@ -87,10 +87,10 @@ async def read_parity(run: Run, version: int) -> ParityReading:
     sessions = SessionLog()
     groups = await _draw(run, prompts, version, as_for_update=True, sessions=sessions)
     _say_failures(run, sessions)
-    reading, sound = await _beside_faults(run, groups)
-    run.taken_push.prompts = prompts[:PUSH_PROMPTS]
-    run.taken_push.remember(version, groups[:PUSH_PROMPTS], sound[:PUSH_PROMPTS])
-    return reading
+    result, sound = await _beside_faults(run, groups)
+    run.taken_sync.prompts = prompts[:SYNC_PROMPTS]
+    run.taken_sync.remember(version, groups[:SYNC_PROMPTS], sound[:SYNC_PROMPTS])
+    return result
 
 
 def _say_failures(run: Run, sessions: SessionLog) -> None:
@@ -105,7 +105,7 @@ def _say_failures(run: Run, sessions: SessionLog) -> None:
     run.progress.warn(text)
 
 
-async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[ParityReading, Sequence[Array]]:
+async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[ParityResult, Sequence[Array]]:
     """The engine's log-probs beside the policy's, sound and under faults; also the sound ones [A] of each group."""
     model = run.config.model
     packed = run.has_fast_path and model.fast_path == "auto" and run.config.train.backend.name == "torch"
@@ -115,20 +115,20 @@ async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[Parit
     columns = defaultdict[str, list[Columns]](list)
     for (name, index, _), faulty_A in zip(faults, faulty, strict=True):
         columns[name].append((engine_logprobs(groups[index]), sound[index], faulty_A))
-    readings = [FaultReading.of(name, of_fault) for name, of_fault in columns.items()]
-    return _reading(run, groups, sound, readings), sound
+    results = [FaultMismatch.of(name, of_fault) for name, of_fault in columns.items()]
+    return _result(run, groups, sound, results), sound
 
 
-async def read_pushed_parity(run: Run, version: int) -> ParityReading:
-    """Compare log-probs of a few completions after a push, also with the policy's before it on tokens drawn again."""
-    groups = await _draw(run, run.taken_push.prompts, version, as_for_update=False)
+async def read_synced_parity(run: Run, version: int) -> ParityResult:
+    """Compare log-probs of a few completions after a weight sync, also with the policy's before it on tokens drawn again."""
+    groups = await _draw(run, run.taken_sync.prompts, version, as_for_update=False)
     sound = await _score(run, groups)
-    stale = run.taken_push.beside(groups, sound)
-    faults = [FaultReading.of(f"the weights of version {run.taken_push.version}", stale)] if stale else []
-    reading = _reading(run, groups, sound, faults)
-    if not reading.doubtful:
-        run.taken_push.remember(version, groups, sound)
-    return reading
+    stale = run.taken_sync.beside(groups, sound)
+    faults = [FaultMismatch.of(f"the weights of version {run.taken_sync.version}", stale)] if stale else []
+    result = _result(run, groups, sound, faults)
+    if not result.doubtful:
+        run.taken_sync.remember(version, groups, sound)
+    return result
 
 
 async def _draw(
@@ -141,7 +141,7 @@ async def _draw(
 ) -> list[SampleGroup]:
     """Sample completions of all prompts concurrently, as in a rollout; those with images to the end of their episodes.
 
-    `as_for_update`: on the engine's path for completions to train on, whose recorded activations a push frees.
+    `as_for_update`: on the engine's path for completions to train on, whose recorded activations a weight sync frees.
     """
     several_turns = run.environment.max_turns > 1
     sampling = training_sampling(run.config, run.environment)  # approximate weights included
@@ -177,55 +177,57 @@ async def _draw(
 
 def _recomputed(group: SampleGroup) -> SampleGroup:
     """The group's samples on the pictures that the engine had, without old log-probs and recorded activations."""
-    drawn = [sample for sample in group.samples if not sample.on_view]
+    drawn = [sample for sample in group.samples if not sample.is_noisy]
     samples = [replace(sample, completion_ids=(), old_logprobs_T=None, masked_logprobs_T=None) for sample in drawn]
     return replace(group, samples=tuple(samples), masked=None)
 
 
 async def _score(run: Run, groups: Sequence[SampleGroup]) -> list[Array]:
     """The policy's log-probs [A] of each group."""
-    annotated = await run.policy.annotate(Batch(groups=tuple(groups)), Needs(old_logprobs=True, beside_engine=True))
+    with_logprobs = await run.policy.compute_logprobs(
+        Batch(groups=tuple(groups)), Needs(old_logprobs=True, beside_engine=True)
+    )
     found = []
-    for group in annotated.groups:
+    for group in with_logprobs.groups:
         scored = [(sample.old_logprobs_T, sample.mask_T) for sample in group.samples]
         found.append(np.concatenate([values_T[mask_T] for values_T, mask_T in scored if values_T is not None]))
     return found
 
 
-def parity_table(reading: ParityReading) -> Table:
+def parity_table(result: ParityResult) -> Table:
     """Table of a parity result, one row per kind of prompt."""
-    title = Text(f"{reading.model}: the {reading.engine} engine against the trainer")  # a name is text, not markup
+    title = Text(f"{result.model}: the {result.engine} engine against the trainer")  # a name is text, not markup
     table = Table(title=title, title_justify="left")
     for header in ("prompts", "tokens", "mean abs", "max abs", "k3", "worst token"):
         table.add_column(header, justify="left" if header in ("prompts", "worst token") else "right")
-    for kind in reading.kinds:
+    for kind in result.kinds:
         token = kind.worst
         table.add_row(
             f"{kind.prompts} {kind.kind}",
             str(kind.tokens),
             f"{kind.mean_abs:.2g}",
-            f"{token.gap:.2g}",
+            f"{token.mismatch:.2g}",
             f"{kind.k3:.2g}",
             Text(f"{token.text!r} of {token.row}"),
         )
     return table
 
 
-def _reading(
-    run: Run, groups: Sequence[SampleGroup], sound: Sequence[Array], faults: Sequence[FaultReading]
-) -> ParityReading:
+def _result(
+    run: Run, groups: Sequence[SampleGroup], sound: Sequence[Array], faults: Sequence[FaultMismatch]
+) -> ParityResult:
     settings = run.config.parity
-    tokens: dict[PromptKind, list[DrawnToken]] = {"with images": [], "without images": []}
+    tokens: dict[PromptKind, list[SampledToken]] = {"with images": [], "without images": []}
     for group, sound_A in zip(groups, sound, strict=True):
         tokens[kind_of(group)] += _tokens(run.token_text, group, sound_A)
-    return ParityReading(
+    return ParityResult(
         model=run.config.model.name,
         engine=run.engine.name,
         limit=settings.max_abs_logprob_diff,
         max_k3=K3_FACTOR * settings.max_abs_logprob_diff**2 / 2,
         dtype=run.config.model.dtype,
         kinds=tuple(
-            kind_reading(kind, sum(kind_of(group) == kind for group in groups), of_kind)
+            kind_mismatch(kind, sum(kind_of(group) == kind for group in groups), of_kind)
             for kind, of_kind in tokens.items()
             if of_kind
         ),
@@ -233,11 +235,11 @@ def _reading(
     )
 
 
-def _tokens(token_text: Callable[[int], str], group: SampleGroup, sound_A: Array) -> list[DrawnToken]:
+def _tokens(token_text: Callable[[int], str], group: SampleGroup, sound_A: Array) -> list[SampledToken]:
     numbers_A = np.concatenate([np.arange(1, sample.num_actions + 1) for sample in group.samples])
     ids_A = np.concatenate([sample.token_ids_T[sample.mask_T] for sample in group.samples])
     return [
-        DrawnToken(
+        SampledToken(
             row=group.task_id,
             number=int(number),
             token_id=int(index),
@@ -249,49 +251,49 @@ def _tokens(token_text: Callable[[int], str], group: SampleGroup, sound_A: Array
     ]
 
 
-def kind_reading(kind: PromptKind, prompts: int, tokens: Sequence[DrawnToken]) -> KindReading:
+def kind_mismatch(kind: PromptKind, prompts: int, tokens: Sequence[SampledToken]) -> KindMismatch:
     """Parity over these tokens."""
-    gap = Gap.of([token.engine_logprob for token in tokens], [token.trainer_logprob for token in tokens])
-    return KindReading(
+    mismatch = Mismatch.of([token.engine_logprob for token in tokens], [token.trainer_logprob for token in tokens])
+    return KindMismatch(
         kind=kind,
         prompts=prompts,
         tokens=len(tokens),
-        mean_abs=gap.mean_abs,
-        k3=gap.k3,
-        worst=max(tokens, key=lambda token: nan_as_infinity(token.gap)),
+        mean_abs=mismatch.mean_abs,
+        k3=mismatch.k3,
+        worst=max(tokens, key=lambda token: nan_as_infinity(token.mismatch)),
     )
 
 
-def summary_line(reading: ParityReading) -> str:
+def summary_line(result: ParityResult) -> str:
     """One line about a parity result: the verdict, with the difference that it is about."""
-    verdict = "agree" if reading.passed else "differ"
-    broken = reading.violation
-    if broken is not None and reading.worst.mean_abs <= reading.limit:
+    verdict = "agree" if result.passed else "differ"
+    broken = result.violation
+    if broken is not None and result.worst.mean_abs <= result.limit:
         return f"engine and trainer differ (on prompts {broken.kind.kind} they {broken.text}; {PARITY_FILE})"
-    unclear = ", ".join(fault.name for fault in reading.doubtful)
-    doubt = f"; cannot tell: {unclear}" if unclear and reading.passed else ""
-    return f"engine and trainer {verdict} ({reading.worst.mean_abs:.1g}, limit {reading.limit:g}{doubt}; {PARITY_FILE})"
+    unclear = ", ".join(fault.name for fault in result.doubtful)
+    doubt = f"; cannot tell: {unclear}" if unclear and result.passed else ""
+    return f"engine and trainer {verdict} ({result.worst.mean_abs:.1g}, limit {result.limit:g}{doubt}; {PARITY_FILE})"
 
 
-def _json(reading: ParityReading, step: int) -> str:
-    about = {"step": step, "model": reading.model, "engine": reading.engine, "passed": reading.passed}
-    limits = {"max_abs_logprob_diff": reading.limit, "max_k3": reading.max_k3}
-    found = {"prompts": [*map(_kind_json, reading.kinds)], "faults": [*map(_fault_json, reading.faults)]}
+def _json(result: ParityResult, step: int) -> str:
+    about = {"step": step, "model": result.model, "engine": result.engine, "passed": result.passed}
+    limits = {"max_abs_logprob_diff": result.limit, "max_k3": result.max_k3}
+    found = {"prompts": [*map(_kind_json, result.kinds)], "faults": [*map(_fault_json, result.faults)]}
     return json.dumps(about | limits | found, indent=2) + "\n"
 
 
-def _fault_json(fault: FaultReading) -> dict[str, object]:
+def _fault_json(fault: FaultMismatch) -> dict[str, object]:
     verdict = "ruled out" if fault.ruled_out else "found" if fault.found else "cannot tell"
-    return {"fault": fault.name, "verdict": verdict, **_gap_json(fault.faulty)}
+    return {"fault": fault.name, "verdict": verdict, **_mismatch_json(fault.faulty)}
 
 
-def _gap_json(gap: Gap) -> dict[str, float | None]:
-    return {"mean_abs": json_number(gap.mean_abs), "k3": json_number(gap.k3)}
+def _mismatch_json(mismatch: Mismatch) -> dict[str, float | None]:
+    return {"mean_abs": json_number(mismatch.mean_abs), "k3": json_number(mismatch.k3)}
 
 
-def _kind_json(kind: KindReading) -> dict[str, object]:
+def _kind_json(kind: KindMismatch) -> dict[str, object]:
     worst = {k: json_number(v) if isinstance(v, float) else v for k, v in asdict(kind.worst).items()}
-    means = _gap_json(kind) | {"max_abs": json_number(kind.worst.gap)}
+    means = _mismatch_json(kind) | {"max_abs": json_number(kind.worst.mismatch)}
     return {"kind": kind.kind, "prompts": kind.prompts, "tokens": kind.tokens, **means, "worst_token": worst}
 
 
@@ -300,51 +302,53 @@ async def pass_parity_gate(run: Run, version: int) -> None:
     if run.config.parity.prompts == 0:
         return
     run.progress.stage("comparing the log-probs of engine and trainer")
-    reading = await read_parity(run, version)
-    write_atomically(run.folder / PARITY_FILE, _json(reading, step=version).encode())
-    run.progress.print(summary_line(reading))
-    # a push frees the activations that the engine recorded of these completions
-    await run.weight_sync.push(version)
-    if not reading.passed:
-        raise ParityError(parity_failure(reading))
+    result = await read_parity(run, version)
+    write_atomically(run.folder / PARITY_FILE, _json(result, step=version).encode())
+    run.progress.print(summary_line(result))
+    # a weight sync frees the activations that the engine recorded of these completions
+    await run.weight_sync.sync(version)
+    if not result.passed:
+        raise ParityError(parity_failure(result))
 
 
-async def check_push(run: Run, push: SyncReport) -> None:
-    """Compare log-probs of two rows after a push to an engine that holds a copy of the weights; ParityError."""
-    if not push.bytes_copied or not run.taken_push.prompts:
+async def check_sync(run: Run, sync: SyncReport) -> None:
+    """Compare log-probs of two rows after a weight sync to an engine that holds a copy of the weights; ParityError."""
+    if not sync.bytes_copied or not run.taken_sync.prompts:
         return
     with run.phases("parity"):
-        reading = await read_pushed_parity(run, push.version)
-        stale = await _read_features(run, push.version) if run.config.model.trains_vision else None
+        result = await read_synced_parity(run, sync.version)
+        stale = await _read_features(run, sync.version) if run.config.model.trains_vision else None
     floor = FLOOR_FRAC[run.config.model.dtype] * run.config.parity.max_abs_logprob_diff
     if stale is not None and stale.found and stale.sound.mean_abs > floor:
         raise ParityError(
-            f"after the push of version {push.version}, log-probs of the {run.engine.name} engine and of the trainer "
+            f"after the weight sync of version {sync.version}, log-probs of the {run.engine.name} engine and of the trainer "
             f"differ by {stale.sound.mean_abs:.2g} on images that the engine has seen before, and by "
             f"{stale.faulty.mean_abs:.2g} on the same images as new ones: it keeps features of images from older "
-            "weights of the vision tower. Empty its cache of image features with each push (vLLM: "
+            "weights of the vision tower. Empty its cache of image features with each weight sync (vLLM: "
             "reset_encoder_cache), or set model.freeze_vision_tower=true"
         )
-    if reading.push_violation is not None:
-        raise ParityError(f"after the push of version {push.version}, {parity_failure(reading)}")
+    if result.sync_violation is not None:
+        raise ParityError(f"after the weight sync of version {sync.version}, {parity_failure(result)}")
 
 
-async def _read_features(run: Run, version: int) -> FaultReading | None:
+async def _read_features(run: Run, version: int) -> FaultMismatch | None:
     """How far the policy is from the engine on images that it has seen before, and on the same images as new ones.
 
-    An engine with features from before a push is far off on the former only. None without images.
+    An engine with features from before a weight sync is far off on the former only. None without images.
     """
-    seen = [each for each in run.taken_push.prompts if each[1].prompt.images]
+    seen = [each for each in run.taken_sync.prompts if each[1].prompt.images]
     unseen = [(kind, replace(row, prompt=as_new(row.prompt, version))) for kind, row in seen]
     if not seen:
         return None
-    gaps = []
+    mismatches = []
     for prompts in (seen, unseen):
         groups = await _draw(run, prompts, version, as_for_update=False)
-        gaps.append(np.concatenate(await _score(run, groups)) - np.concatenate(list(map(engine_logprobs, groups))))
-    # tokens of two draws may differ, so that their gaps are compared pair by pair
-    pairs_2A = np.array(list(zip(*gaps, strict=False))).T
-    return FaultReading.of("known images", [(np.zeros_like(pairs_2A[0]), pairs_2A[0], pairs_2A[1])])
+        mismatches.append(
+            np.concatenate(await _score(run, groups)) - np.concatenate(list(map(engine_logprobs, groups)))
+        )
+    # tokens of two draws may differ, so that their mismatches are compared pair by pair
+    pairs_2A = np.array(list(zip(*mismatches, strict=False))).T
+    return FaultMismatch.of("known images", [(np.zeros_like(pairs_2A[0]), pairs_2A[0], pairs_2A[1])])
 
 
 async def check_rollout(run: Run, step: int, batch: Batch, metrics: Metrics) -> None:
@@ -356,28 +360,28 @@ async def check_rollout(run: Run, step: int, batch: Batch, metrics: Metrics) -> 
     settings = run.config.parity
     oldest = min((version for sample in batch.samples for version in sample.versions), default=step)
     staleness = max(step - oldest, 0)
-    allowed = run.rollout_gap.allowed(settings.max_abs_logprob_diff, staleness=staleness)
-    found = metrics.get("rollout_train_abs/trained", 0.0)
+    allowed = run.rollout_mismatch.allowed(settings.max_abs_logprob_diff, staleness=staleness)
+    found = metrics.get("mismatch_trained/abs", 0.0)
     # not at NaN: such an update is skipped
     if settings.prompts == 0 or not found > allowed:
         return
     with run.phases("parity"):
-        reading, _ = await _beside_faults(run, _to_compare(batch.groups, settings.prompts))
+        result, _ = await _beside_faults(run, _to_compare(batch.groups, settings.prompts))
     differ = (
         f"step {step + 1}: log-probs of the {run.engine.name} engine and of the trainer differ by {found:.3g} on "
         f"average, and {allowed:g} is allowed (parity.max_abs_logprob_diff for each version of the weights)"
     )
-    likely = next((fault for fault in reading.doubtful if fault.likely), None)
+    likely = next((fault for fault in result.doubtful if fault.likely), None)
     is_gross = staleness == 0 and found > GROSS_FACTOR * settings.max_abs_logprob_diff
     if likely or is_gross:
-        cause = f"The engine seems to have this fault: {likely.text}. " if likely else nearest_fault(reading)
+        cause = f"The engine seems to have this fault: {likely.text}. " if likely else nearest_fault(result)
         raise ParityError(
             f"{differ}; before the first step they agreed. {cause}Look at what rollouts do otherwise than the parity "
             "gate, then set resume=auto to go on from the last checkpoint"
         )
-    run.rollout_gap.explained(found, staleness=staleness)
+    run.rollout_mismatch.explained(found, staleness=staleness)
     run.progress.warn(
-        f"{differ}. {nearest_fault(reading) or 'No known fault explains it. '}The run goes on, and looks again where "
+        f"{differ}. {nearest_fault(result) or 'No known fault explains it. '}The run goes on, and looks again where "
         "the difference has doubled; a lower train.learning_rate or rollout.max_staleness_steps makes it smaller"
     )
 

@@ -1,7 +1,7 @@
 """Known faults of engines, imitated in the samples that the trainer scores: their images, positions and image tokens.
 
 Engines and trainers have been released with each of them, and none raises an error there. The weights from before a
-push cannot be imitated in a batch. But the policy has scored what the engine drew with them (`TakenPush`), and a
+sync cannot be imitated in a batch. But the policy has scored what the engine drew with them (`TakenSync`), and a
 request of the same seed draws the same tokens from the same weights.
 
 Axes: `A` action tokens of a group or a sample, `L` token ids of a text, `K` those that a fault keeps or repeats.
@@ -213,22 +213,22 @@ Columns: TypeAlias = tuple[Array, Array, Array]
 
 
 @dataclass(slots=True)
-class TakenPush:
-    """Completions drawn after that push, with the policy's log-probs of their tokens."""
+class TakenSync:
+    """Completions drawn after that weight sync, with the policy's log-probs of their tokens."""
 
     prompts: Sequence[tuple[PromptKind, PromptedTask]] = ()
-    """Prompts to draw from after each push; empty before the gate, and without one."""
+    """Prompts to draw from after each weight sync; empty before the gate, and without one."""
     version: int = 0
     _tokens: list[tuple[NDArray[np.int64], Array]] = field(default_factory=list)
     """Ids [A] and log-probs [A] of each sample's actions."""
 
     def remember(self, version: int, groups: Sequence[SampleGroup], sound: Sequence[Array]) -> None:
-        """Take this push for the last one that the engine has taken; `sound` are the policy's log-probs [A]."""
+        """Take this weight sync for the last one that the engine has taken; `sound` are the policy's log-probs [A]."""
         self.version = version
         self._tokens = list(_by_sample(groups, sound))
 
     def beside(self, groups: Sequence[SampleGroup], sound: Sequence[Array]) -> list[Columns]:
-        """Log-probs after a later push, beside those of the remembered push on the tokens that both have drawn."""
+        """Log-probs after a later weight sync, beside those of the remembered sync on the tokens that both have drawn."""
         engine = [engine_logprobs(group) for group in groups]
         after = zip(_by_sample(groups, engine), _by_sample(groups, sound), strict=True)
         columns = list[Columns]()

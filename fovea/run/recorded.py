@@ -68,7 +68,7 @@ def _cut(text: str) -> str:
 MAX_MESSAGE_CHARS, MAX_TOOL_CHARS = 50_000, 80
 """Of a text in a message and of the name of a tool, both of which a tool or a model may have written."""
 DECIMALS = 4
-"""Of log-probs and advantages in a record: a gap between engine and trainer that matters is far larger than 1e-4."""
+"""Of log-probs and advantages in a record: a mismatch between engine and trainer that matters is far larger than 1e-4."""
 RECORDED_GROUPS = 4
 """Groups of a recorded step, each with all of its answers."""
 RECORDED_TOKENS = 1024
@@ -80,7 +80,7 @@ Samples = Mapping[str, Sample]
 async def record_samples(run: Run, step: int, groups: Sequence[Group], batch: Batch) -> None:
     """Write the records of a step, where it is one whose samples are kept; before the update of its batch.
 
-    Of a run that drew ahead of its policy, the gap between engine and trainer holds the steps between them too.
+    Of a run that drew ahead of its policy, the mismatch between engine and trainer holds the steps between them too.
     """
     settings = run.config.log
     if step > 1 and step % settings.samples_every_steps:
@@ -103,7 +103,7 @@ async def _scored(run: Run, groups: Sequence[Group], batch: Batch) -> Samples:
     of_groups = [each for each in (*batch.groups, *batch.left_out) if each.samples[0].completion_ids[0] in wanted]
     # only the tokens: groups that the update leaves out have no advantages, and a pass wants all samples alike
     plain = replace_samples(Batch(groups=tuple(of_groups)), _tokens_alone)
-    scored = await run.policy.annotate(plain, Needs(old_logprobs=True))
+    scored = await run.policy.compute_logprobs(plain, Needs(old_logprobs=True))
     samples = (sample for group in of_groups for sample in group.samples)
     return {
         sample.completion_ids[0]: replace(sample, old_logprobs_T=now.old_logprobs_T)
@@ -171,7 +171,7 @@ def _trace(run: Run, sample: Sample, place: slice) -> TokenTrace:
     place = slice(place.start, min(place.stop, place.start + RECORDED_TOKENS))
     return TokenTrace(
         pieces=tuple(run.token_text(int(index)) for index in sample.token_ids_T[place]),
-        engine_logprobs=() if sample.on_view else _rounded(sample.rollout_logprobs_T[place]),
+        engine_logprobs=() if sample.is_noisy else _rounded(sample.rollout_logprobs_T[place]),
         trainer_logprobs=() if sample.old_logprobs_T is None else _rounded(sample.old_logprobs_T[place]),
         advantages=() if sample.advantages_T is None else _rounded(sample.advantages_T[place]),
     )

@@ -12,9 +12,9 @@ from fovea.metrics.log import Phases
 from fovea.rollout.base import CountsPrefill, Engine
 from fovea.rollout.collect import collect
 from fovea.rollout.conversation import SessionLog
+from fovea.run.augmentations import augmentation_metrics, with_augmentations
 from fovea.run.context import Run, TaskStream
 from fovea.run.sampling import training_sampling
-from fovea.run.views import view_metrics, with_views
 from fovea.types import Group, Metrics
 
 SAME_ACCURACY = 1e-6
@@ -70,8 +70,8 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
     draw_batch = partial(_draw_batch, engine, stream, config, sessions, phases, step)
     rollout = await _roll_out(stream, config, draw_batch)
     metrics = dict(rollout.metrics)
-    if config.rollout.views:
-        metrics |= view_metrics(rollout.groups, config.rollout.views, step, config.max_steps)
+    if config.rollout.augmentation:
+        metrics |= augmentation_metrics(rollout.groups, config.rollout.augmentation, step, config.max_steps)
     has_sessions = stream.environment.has_sessions
     if stream.grading.waits or has_sessions:
         metrics["groups/unscored"] = float(len(rollout.unscored))
@@ -96,8 +96,8 @@ async def _draw_batch(
     rollout, unscored = config.rollout, list[str]()
     with phases("data"):
         prompted = stream.source.take(stream.order, rollout.prompts_per_step)
-        if rollout.views or config.algorithm.views:
-            prompted = with_views(stream.source, prompted, config, step=step, num_before=num_before)
+        if rollout.augmentation or config.algorithm.augmentation:
+            prompted = with_augmentations(stream.source, prompted, config, step=step, num_before=num_before)
     with phases("rollout"):
         groups = await collect(
             engine,
@@ -111,7 +111,9 @@ async def _draw_batch(
             sessions=sessions,
             fewest=2 if config.algorithm.compares else 1,
             for_update=True,
-            num_noisy=0 if rollout.views is None else rollout.views.num_drawn(rollout.samples_per_prompt),
+            num_noisy=0
+            if rollout.augmentation is None
+            else rollout.augmentation.num_sampled(rollout.samples_per_prompt),
         )
     return groups, unscored
 

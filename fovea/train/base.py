@@ -40,7 +40,7 @@ class Needs:
             old_logprobs=algorithm.old_logprobs == "trainer"
             and (algorithm.minibatches > 1 or algorithm.needs_old_logprobs or dropout),
             reference_logprobs=algorithm.kl is not None,
-            masked_logprobs=algorithm.views is not None,
+            masked_logprobs=algorithm.augmentation is not None,
             values=algorithm.critic is not None,
         )
 
@@ -74,7 +74,7 @@ class Policy(Protocol):
     make the same calls in the same order. Only `finish_save` may overlap other calls.
     """
 
-    async def annotate(self, batch: Batch, needs: Needs) -> Batch:
+    async def compute_logprobs(self, batch: Batch, needs: Needs) -> Batch:
         """Add the required old and reference log-probs and values to the samples of a batch."""
         ...
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from fovea.algorithms.importance import importance_weights
 from fovea.algorithms.kl import ESTIMATORS, k3
+from fovea.algorithms.masked_pictures import masked_pictures_loss
 from fovea.algorithms.policy_loss import HasFormula, PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
 from fovea.algorithms.value_loss import value_loss
-from fovea.algorithms.views import views_loss
 from fovea.config.algorithm import Algorithm, CispoLoss, ClippedLoss, GspoLoss, KlInLoss, SapoLoss
-from fovea.config.views import Papo
+from fovea.config.augmentations import Papo
 from fovea.models.head_gradients import LossGradients
 from fovea.models.token_logprobs import TokenScores
 from fovea.train.packing import MicroBatch
@@ -118,7 +118,7 @@ def _policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) -
     # term for masked pictures
     if micro.masked_logprobs_A is not None:
         sums["picture/dependence"] = k3(logprobs_A, micro.masked_logprobs_A).detach().sum()
-        loss_A = loss_A + _views_term(logprobs_A, micro.masked_logprobs_A, settings)
+        loss_A = loss_A + _masked_pictures_term(logprobs_A, micro.masked_logprobs_A, settings)
     return (micro.weights_A * loss_A).sum(), sums
 
 
@@ -139,16 +139,16 @@ def _ratio_loss(logprobs_A: Tensor, old_A: Tensor, micro: MicroBatch, settings: 
             return theirs.policy_loss(*given, micro.lengths)
 
 
-def _views_term(logprobs_A: Tensor, masked_logprobs_A: Tensor, settings: Algorithm) -> Tensor:
+def _masked_pictures_term(logprobs_A: Tensor, masked_logprobs_A: Tensor, settings: Algorithm) -> Tensor:
     """The loss term for masked pictures; the weights of VPPO are already in the advantages."""
-    views = settings.views
-    assert views is not None, "log-probs on masked pictures were given, but algorithm.views is not set"
-    return views_loss(
+    augmentation = settings.augmentation
+    assert augmentation is not None, "log-probs on masked pictures were given, but algorithm.augmentation is not set"
+    return masked_pictures_loss(
         logprobs_A,
         masked_logprobs_A,
-        coef=views.coef if isinstance(views, Papo) else 0.0,
-        entropy_penalty=views.entropy_penalty,
-        masked_entropy_penalty=views.masked_entropy_penalty if isinstance(views, Papo) else 0.0,
+        coef=augmentation.coef if isinstance(augmentation, Papo) else 0.0,
+        entropy_penalty=augmentation.entropy_penalty,
+        masked_entropy_penalty=augmentation.masked_entropy_penalty if isinstance(augmentation, Papo) else 0.0,
     )
 
 

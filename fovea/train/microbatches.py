@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fovea.config.sections import Train
 from fovea.errors import MicrobatchMemoryError, is_out_of_memory, memory_for
-from fovea.models.drawn_distribution import check_drawable
 from fovea.models.flops import training_passes
 from fovea.models.policy_network import PolicyNetwork
+from fovea.models.sampling_distribution import check_can_be_sampled
 from fovea.models.trainable import lora_layers
 from fovea.train.packing import MicroBatch, micro_batches
 from fovea.train.ranks import Ranks
@@ -202,7 +202,7 @@ class MicroBatcher:
         for group in groups:
             for sample in group.samples:
                 actions = sample.token_ids_T[sample.mask_T]
-                check_drawable(actions, self._vlm.banned_ids, f"a sample of {group.task_id}")
+                check_can_be_sampled(actions, self._vlm.banned_ids, f"a sample of {group.task_id}")
         rows_of_ranks = self.assignment.rows_of_ranks(
             groups, self._microbatch_tokens(groups), only, groups_per_row=self._limit.groups_per_row
         )

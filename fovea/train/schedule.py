@@ -59,7 +59,7 @@ class ImagesByRank:
     shares: tuple[int, ...] = ()
     """Index of the share of micro-batches that each worker runs, by rank; empty if each worker runs a separate one."""
 
-    def to_annotate(
+    def for_logprobs(
         self, batch: Batch, *, policy_passes: bool, reference_passes: bool, masked_passes: bool, beside_engine: bool
     ) -> list[ImageKeys]:
         clean, masked = without_masked(batch).groups, on_masked(batch).groups

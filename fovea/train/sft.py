@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from fovea.errors import TrainError
-from fovea.models.drawn_distribution import check_drawable
 from fovea.models.policy_network import PolicyNetwork
+from fovea.models.sampling_distribution import check_can_be_sampled
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.train.base import PolicyOptimizer, SftExample
 from fovea.train.packing import pack_row
@@ -48,7 +48,7 @@ class SupervisedTrainer:
     def update(self, pairs: Sequence[SftExample]) -> float:
         """Take one optimizer step on the pairs; returns their loss, over all ranks. TrainError on a banned target."""
         for pair in pairs:
-            check_drawable(np.asarray(pair.answer_ids), self._banned_ids, "an answer of the warm-up")
+            check_can_be_sampled(np.asarray(pair.answer_ids), self._banned_ids, "an answer of the warm-up")
         self.optimizer.zero_grad()
         # the sum is the same on all ranks, so that either all of them raise or none
         loss: float = sum(self._ranks.gather(self._backward(pairs, self._steps)))

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fovea.errors import ModelError, is_out_of_memory
-from fovea.models.drawn_distribution import drawn_logprobs_
 from fovea.models.families.hub_processor import PER_TOKEN, HubProcessor
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer, images_of
+from fovea.models.sampling_distribution import sampling_logprobs_
 from fovea.train.packing import pack_row
 from fovea.types import Prompt
 from fovea_gym.errors import FoveaError, first_line
@@ -132,7 +132,7 @@ class StartCheck:
         for name in given.keys() & {"attention_mask", *PER_TOKEN}:
             given[name] = pad(given[name], (0, len(self._answer_T)), value=int(name == "attention_mask"))
         logits_TW = self._reference.network(**given, use_cache=False).logits[0, -len(self._answer_T) - 1 : -1]
-        logprobs_TW = drawn_logprobs_(logits_TW.float(), 1.0, self._vlm.banned_K)
+        logprobs_TW = sampling_logprobs_(logits_TW.float(), 1.0, self._vlm.banned_K)
         return logprobs_TW.gather(1, self._answer_T[:, None])[:, 0].cpu()
 
     def _negative(self, message: Message) -> Message:

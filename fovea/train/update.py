@@ -28,10 +28,10 @@ from fovea.config.sections import Train, Warmup
 from fovea.errors import TrainError, memory_for
 from fovea.models.activation_tape import Tape
 from fovea.models.load import save_network
-from fovea.models.outgoing import OutgoingWeight
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.token_logprobs import TokenScores
+from fovea.models.weights_to_sync import WeightToSync
 from fovea.samples import (
     has_old_logprobs,
     old_logprobs,
@@ -163,11 +163,11 @@ class TrainedPolicy(ABC):
         """Dtype of the weights in an engine; trained weights may be float32 shards here."""
 
     @abstractmethod
-    def outgoing(self) -> Iterable[OutgoingWeight]:
+    def weights_to_sync(self) -> Iterable[WeightToSync]:
         """The weights for a sync, with adapters separate; each full weight is gathered when it is reached."""
 
     @abstractmethod
-    def outgoing_merged(self) -> Iterable[OutgoingWeight]:
+    def merged_weights_to_sync(self) -> Iterable[WeightToSync]:
         """The weights for a sync to an engine without support for adapters."""
 
     @abstractmethod
@@ -216,15 +216,15 @@ class TrainedPolicy(ABC):
             [(micro, model(micro.row)) for micro in self._batcher.micro_batches(batch.groups)], batch
         )
 
-    def annotate(self, batch: Batch, needs: Needs) -> Batch:
+    def compute_logprobs(self, batch: Batch, needs: Needs) -> Batch:
         """Add the required log-probs and values to the samples of a batch, and drop its masked pictures."""
         clean = without_masked(batch)
-        passes = partial(self._annotated, clean, on_masked(batch), needs)
+        passes = partial(self._with_logprobs, clean, on_masked(batch), needs)
         if needs.beside_engine:
             return self._limit.beside_engine(passes, clean.groups)
         return self._fit(passes, clean.groups)
 
-    def _annotated(self, batch: Batch, masked: Batch, needs: Needs) -> Batch:
+    def _with_logprobs(self, batch: Batch, masked: Batch, needs: Needs) -> Batch:
         # a value head on the policy's trunk gives values and log-probs in one pass
         joint = needs.values and self._value_model is None
         if joint:

@@ -89,17 +89,17 @@ def mismatch(groups: Iterable[SampleGroup], old_logprobs: Sequence[NDArray[np.fl
     if not samples:
         return {}
     assert len(samples) == len(old_logprobs), f"{len(old_logprobs)} arrays of log-probs for {len(samples)} samples"
-    old_logprobs = [old_T for sample, old_T in zip(samples, old_logprobs, strict=True) if not sample.on_view]
-    samples = [sample for sample in samples if not sample.on_view]
+    old_logprobs = [old_T for sample, old_T in zip(samples, old_logprobs, strict=True) if not sample.is_noisy]
+    samples = [sample for sample in samples if not sample.is_noisy]
     is_action_N = np.concatenate([sample.mask_T for sample in samples])
     rollout_A = torch.from_numpy(np.concatenate([sample.rollout_logprobs_T for sample in samples])[is_action_N])
     old_A = torch.from_numpy(np.concatenate(old_logprobs)[is_action_N])
     difference_A = rollout_A - old_A
     return {
-        "rollout_train_k1": float(difference_A.mean()),
-        "rollout_train_kl": float(k3(rollout_A, old_A).mean()),
-        "rollout_train_abs": float(difference_A.abs().mean()),
-        "rollout_train_max": float(difference_A.abs().max()),
+        "mismatch/k1": float(difference_A.mean()),
+        "mismatch/kl": float(k3(rollout_A, old_A).mean()),
+        "mismatch/abs": float(difference_A.abs().mean()),
+        "mismatch/max": float(difference_A.abs().max()),
     }
 
 

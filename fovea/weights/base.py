@@ -1,8 +1,8 @@
-"""Protocols of a push of weights from the policy to the engines, and its report.
+"""Protocols of a weight sync from the policy to the engines, and its report.
 
-An engine on the policy's own tensors receives nothing but the new version (`weights.push.SharedWeights`). To any other
-engine a policy's weights go one by one (`models.outgoing.OutgoingWeight`), by `weights.push.WeightPusher`, to sinks.
-A new transport is a `WeightSink` and, where it crosses processes, a `WeightSync` beside the engine that receives;
+An engine on the policy's own tensors receives nothing but the new version (`weights.sync.SharedWeights`). To any other
+engine a policy's weights go one by one (`models.weights_to_sync.WeightToSync`), by `weights.sync.WeightSender`, to receivers.
+A new transport is a `WeightReceiver` and, where it crosses processes, a `WeightSync` beside the engine that receives;
 `wiring.workers` makes both.
 """
 
@@ -20,11 +20,11 @@ from fovea.types import Metrics, Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """Result of one push of weights."""
+    """Result of one weight sync."""
 
     version: int
     num_tensors: int
-    """Tensors that the push brought; from the second on, only those that training changes, and none that are shared."""
+    """Tensors that the weight sync brought; from the second on, only those that training changes, and none that are shared."""
     bytes_copied: int
     """Bytes that it brought to each engine; 0 where policy and engine share their tensors."""
     checksum: int | None = None
@@ -32,7 +32,7 @@ class SyncReport:
     engine share their tensors."""
 
     def metrics(self) -> Metrics:
-        """Metrics of a push."""
+        """Metrics of a weight sync."""
         metrics = {"transfer/weights_mib": self.bytes_copied / 2**20}
         return metrics if self.checksum is None else metrics | {"weights_checksum": float(self.checksum)}
 
@@ -40,7 +40,7 @@ class SyncReport:
 class WeightSync(Protocol):
     """Transfers the policy's weights to every engine."""
 
-    async def push(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         """Make the engines sample from the policy's current weights, as `version`.
 
         Afterwards every name has matched on both sides, copies are equal bit for bit, and caches made with older
@@ -51,37 +51,37 @@ class WeightSync(Protocol):
 
 @runtime_checkable
 class LosesEngines(Protocol):
-    """A sink with several engines elsewhere, which goes on without those that are lost."""
+    """A receiver with several engines elsewhere, which goes on without those that are lost."""
 
     def leave_out_lost(self, left: Sequence[int]) -> None:
         """Go on with the remaining engines, by rank among all workers."""
         ...
 
 
-class WeightSink(Protocol):
+class WeightReceiver(Protocol):
     """A destination of weights: an engine with its own, one on a network of Fovea's, or processes of other engines."""
 
     @property
     def has_weights(self) -> bool:
-        """True if it holds all weights, so that a push may bring only those that training changes."""
+        """True if it holds all weights, so that a weight sync may bring only those that training changes."""
         ...
 
-    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+    def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
         """Prepare for weights of these names and shapes; EngineError, and nothing changed, if they do not match."""
         ...
 
-    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Take some of them, whole; the tensors of an engine with its own weights are valid during the call only."""
         ...
 
-    def finish_push(self, version: int) -> None:
+    def finish_sync(self, version: int) -> None:
         """Use the new weights: verify them, and empty all caches made with older ones.
 
-        EngineError for a value that differs. A sink that holds copies in this process has compared them before, in
-        `push.read_compared`; one in another process compares them with the hashes that it made of what it took.
+        EngineError for a value that differs. A receiver that holds copies in this process has compared them before, in
+        `sync.read_compared`; one in another process compares them with the hashes that it made of what it took.
         """
         ...
 
 
-class PushedEngine(Engine, WeightSink, Protocol):
-    """An engine in this process, or started by it, with its own weights, which pushes stream into."""
+class SyncedEngine(Engine, WeightReceiver, Protocol):
+    """An engine in this process, or started by it, with its own weights, which syncs stream into."""

@@ -17,17 +17,17 @@ from torch import Tensor
 from fovea.train.ranks import Ranks
 from fovea.types import Shape
 from fovea.utils.checksum import bit_hash, combined
-from fovea.weights.base import SyncReport, WeightSink
-from fovea.weights.push import read_compared
+from fovea.weights.base import SyncReport, WeightReceiver
+from fovea.weights.sync import read_compared
 
 NO_PAIRS: Mapping[int, Ranks] = MappingProxyType({})
 
 
 class Broadcast:
-    """A `WeightSink` on the first rank, which passes the tensors on to the others (`ReceivedWeights`)."""
+    """A `WeightReceiver` on the first rank, which passes the tensors on to the others (`ReceivedWeights`)."""
 
     has_weights = True
-    """The receivers have what was sent; where their engines forget it, `WeightPusher` gets `always_all`."""
+    """The receivers have what was sent; where their engines forget it, `WeightSender` gets `always_all`."""
 
     def __init__(self, ranks: Ranks, pairs: Mapping[int, Ranks] = NO_PAIRS) -> None:
         """`pairs` are the ranks of this process and one receiver each, by the receiver's rank among all workers."""
@@ -38,32 +38,32 @@ class Broadcast:
         """Send only to those receivers that are left, by rank, to one after the other."""
         self._groups = [self._pairs[rank] for rank in left]
 
-    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+    def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
         for ranks in self._groups:
             ranks.gather(shapes)
             # raises what a receiver has against them
             ranks.run_on_each(lambda: None)
 
-    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         header = [[name, list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in bucket]
         payload = torch.cat([x.flatten().view(torch.uint8) for _, x in bucket])
         for ranks in self._groups:
             ranks.gather(header)
             _broadcast(payload.to(_device(ranks)), ranks)
 
-    def finish_push(self, version: int) -> None:
+    def finish_sync(self, version: int) -> None:
         for ranks in self._groups:
             ranks.gather(None)  # no header: the last bucket has come
             ranks.run_on_each(lambda: None)
 
 
 class ReceivedWeights:
-    """The weight sync of a worker that holds only an engine; its pushes run while the policy's workers make theirs."""
+    """The weight sync of a worker that holds only an engine; its weight syncs run while the policy's workers make theirs."""
 
-    def __init__(self, ranks: Ranks, sink: WeightSink, pair: Ranks | None = None) -> None:
+    def __init__(self, ranks: Ranks, receiver: WeightReceiver, pair: Ranks | None = None) -> None:
         """`pair` are the ranks of the sender and this process."""
         self._ranks = ranks
-        self._sink = sink
+        self._receiver = receiver
         self._pair = pair
 
     async def leave_out_lost(self, left: Sequence[int]) -> None:
@@ -71,21 +71,21 @@ class ReceivedWeights:
         assert self._pair is not None, f"one of two receivers or more was lost, and this one has no pair: {left}"
         self._ranks = self._pair
 
-    async def push(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         shapes = {name: tuple(shape) for name, shape in self._ranks.gather(None)[0].items()}
-        self._ranks.run_on_each(lambda: self._sink.begin_push(shapes))
+        self._ranks.run_on_each(lambda: self._receiver.begin_sync(shapes))
         hashes: list[Tensor] = []
         num_bytes = 0
         while (header := self._ranks.gather(None)[0]) is not None:
             bucket = list(self._bucket(header))
             hashes += [bit_hash(tensor) for _, tensor in bucket]
             num_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            self._sink.take_weights(bucket)
+            self._receiver.receive_weights(bucket)
         bits: list[int] = []
 
         def finish() -> None:
-            bits.extend(read_compared(hashes, [self._sink]))
-            self._sink.finish_push(version)
+            bits.extend(read_compared(hashes, [self._receiver]))
+            self._receiver.finish_sync(version)
 
         self._ranks.run_on_each(finish)
         return SyncReport(version=version, num_tensors=len(bits), bytes_copied=num_bytes, checksum=combined(bits))

@@ -78,7 +78,7 @@ def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]], resumed: 
     num_steps = math.ceil(num_rows / per_step)
     if resumed is not None:
         # with a smaller max_epochs, the last step before the checkpoint may have been short of rows
-        left = num_rows - resumed.state["order"]["num_drawn"]
+        left = num_rows - resumed.state["order"]["num_sampled"]
         num_steps = max(num_steps, resumed.step + math.ceil(left / per_step))
     return config.model_copy(update={"max_steps": min(num_steps, config.max_steps)})
 

@@ -28,8 +28,8 @@ from fovea.run.sampling import answer_end_of
 from fovea.train.update import TrainedPolicy
 from fovea.types import Sampling
 from fovea.utils.installing import pip_install_elsewhere
-from fovea.weights.base import PushedEngine, WeightSink
-from fovea.weights.push import NetworkCopy, NetworkEngine
+from fovea.weights.base import SyncedEngine, WeightReceiver
+from fovea.weights.sync import NetworkCopy, NetworkEngine
 from fovea.wiring.interpreter import find_interpreter, variables_of
 from fovea_gym.environments.base import Environment
 from fovea_gym.errors import ClusterError, ConfigError, FoveaError, OutOfMemoryError
@@ -95,7 +95,7 @@ MIN_RECORDED_WIDTH = 128
 """Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
 
 
-def make_streamed(config: Config, settings: StreamedSettings, model: Model, processor: Processor) -> PushedEngine:
+def make_streamed(config: Config, settings: StreamedSettings, model: Model, processor: Processor) -> SyncedEngine:
     """Make an engine with its own weights; `model` has a path."""
     if settings.python is not None:
         return make_remote(config, settings, model)
@@ -108,7 +108,7 @@ def engine_access(config: Config, model: Model, processor: Processor) -> EngineA
     return EngineAccess(model=model, processor=processor, max_model_len=longest, seed=config.seed)
 
 
-def make_engine(config: Config, access: EngineAccess) -> PushedEngine | NetworkEngine:
+def make_engine(config: Config, access: EngineAccess) -> SyncedEngine | NetworkEngine:
     """Make the engine of this process."""
     settings = config.rollout.engine
     if isinstance(settings, StreamedSettings):
@@ -116,8 +116,8 @@ def make_engine(config: Config, access: EngineAccess) -> PushedEngine | NetworkE
     return settings.make(access)
 
 
-def sink_of(engine: PushedEngine | NetworkEngine) -> WeightSink:
-    """The sink of an engine that does not share the policy's tensors."""
+def receiver_of(engine: SyncedEngine | NetworkEngine) -> WeightReceiver:
+    """The receiver of an engine that does not share the policy's tensors."""
     return NetworkCopy(engine) if isinstance(engine, NetworkEngine) else engine
 
 

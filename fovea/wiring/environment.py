@@ -12,7 +12,7 @@ from typing import Any
 from fovea.config.run import Config
 from fovea.processes.session_processes import end_left_processes
 from fovea.wiring.frames import ModelPictures
-from fovea.wiring.grading import reward_grading, reward_limits, text_scorer, with_opinions
+from fovea.wiring.grading import reward_grading, reward_limits, text_scorer, with_reward_models
 from fovea.wiring.images import make_access, make_opener
 from fovea.wiring.tools import SESSION, limited, make_tools, uses_tools
 from fovea_gym.environments.access import Access, GradedEnvironment, Part
@@ -24,7 +24,7 @@ from fovea_gym.environments.mixture import Mixture, errors_of_part, without_scor
 from fovea_gym.environments.stages import stages_of
 from fovea_gym.errors import ConfigError
 from fovea_gym.graders.grading import MAX_LATE_CALLS, CallThreads, Grading, LimitedCalls
-from fovea_gym.graders.opinions import WithToolBonus
+from fovea_gym.graders.reward_models import WithToolBonus
 from fovea_gym.settings.environments import MixturePart, OwnEnvironment
 
 SECTION = "environment."
@@ -65,7 +65,7 @@ def make_environment(
             "second_opinion overrules the rules of vqa and geo3k, and this environment opens sessions, which may score "
             "their episodes; set second_opinion=null, or use model_reward"
         )
-    grading = with_opinions(config, made.grading)
+    grading = with_reward_models(config, made.grading)
     if bonus := config.environment.tool_bonus:
         graders = tuple(WithToolBonus(own=grader, bonus=bonus) for grader in grading.graders)
         grading = replace(grading, graders=graders)

@@ -33,10 +33,10 @@ from fovea_gym.graders.grading import (
     UnlimitedCalls,
 )
 from fovea_gym.graders.judge import JudgeClient, limits_of
-from fovea_gym.graders.opinions import (
-    OpinionOfJudge,
-    OpinionOfRewardModel,
+from fovea_gym.graders.reward_models import (
+    JudgeScores,
     Overrulable,
+    RewardModelScores,
     ScoresAnswers,
     WithModelReward,
     WithSecondOpinion,
@@ -84,7 +84,7 @@ def reward_limits(config: Config, name: str) -> CallLimits:
     )
 
 
-def with_opinions(config: Config, grading: Grading) -> Grading:
+def with_reward_models(config: Config, grading: Grading) -> Grading:
     """The grading with the second opinion and the model's share of the reward that the settings name."""
     if not config.second_opinion and not config.model_reward:
         return grading
@@ -97,9 +97,9 @@ def with_opinions(config: Config, grading: Grading) -> Grading:
     if config.judge is not None and (config.second_opinion or "judge" in (config.model_reward or ())):
         client = JudgeClient(config.judge)
         clients.append(client)
-        models["judge"] = LimitedGrader(OpinionOfJudge(client.score, opener), LimitedCalls(limits_of(config.judge)))
+        models["judge"] = LimitedGrader(JudgeScores(client.score, opener), LimitedCalls(limits_of(config.judge)))
     if config.reward_model is not None and "reward_model" in (config.model_reward or ()):
-        models["reward_model"] = OpinionOfRewardModel(reward_scorer(config.reward_model), opener)
+        models["reward_model"] = RewardModelScores(reward_scorer(config.reward_model), opener)
     if config.second_opinion:
         graders = [_second_opinion(grader, models["judge"], config.second_opinion) for grader in graders]
     if config.model_reward:

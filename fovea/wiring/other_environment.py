@@ -18,7 +18,7 @@ from fovea.models.processor import load_processor
 from fovea.processes.serving import begin, refuse, serve_parent
 from fovea.types import Completion, Request
 from fovea.utils.tensor_records import opened
-from fovea.weights.base import PushedEngine
+from fovea.weights.base import SyncedEngine
 from fovea.wiring.engine import make_streamed
 from fovea.wiring.interpreter import set_threads
 from fovea_gym.errors import ConfigError, FoveaError, first_line, named
@@ -28,7 +28,7 @@ from fovea_gym.utils.event_loop import wait_for
 class RequestTasks:
     """An engine in this process, and the methods that the trainer calls in place of the engine's."""
 
-    def __init__(self, engine: PushedEngine) -> None:
+    def __init__(self, engine: SyncedEngine) -> None:
         self.engine = engine
         self._running: dict[str, asyncio.Task[Any]] = {}
         """The call of each request."""
@@ -58,18 +58,18 @@ class RequestTasks:
         """True if the engine holds all weights."""
         return self.engine.has_weights
 
-    async def take_weights(self, written: bytes) -> None:
+    async def receive_weights(self, written: bytes) -> None:
         """Load some of them, which come as handles of the trainer's memory."""
         # tensors in a GPU's memory are copied: handles of another process's cannot be handed on
         tensors = ((name, tensor.clone() if tensor.is_cuda else tensor) for name, tensor in opened(written))
-        self.engine.take_weights(list(tensors))
+        self.engine.receive_weights(list(tensors))
 
     async def close(self) -> None:
         """End the engine; this process ends afterwards."""
         await self.engine.close()
 
 
-def _make(sent: Mapping[str, Any]) -> PushedEngine:
+def _make(sent: Mapping[str, Any]) -> SyncedEngine:
     if sent["version"] != __version__:
         raise ConfigError(f"it has Fovea {__version__}, and the trainer {sent['version']}; install that one")
     with named(lambda error: ConfigError(f"the settings do not fit there ({first_line(error)})")):
@@ -82,7 +82,7 @@ def _make(sent: Mapping[str, Any]) -> PushedEngine:
     return make_streamed(config, settings, model, load_processor(model))
 
 
-def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], PushedEngine] = _make) -> None:
+def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], SyncedEngine] = _make) -> None:
     """Make the engine that the first message asks for, and serve the trainer until its end, or the engine's."""
     connection, sent = begin(int(arguments[0]))
     try:

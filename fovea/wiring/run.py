@@ -28,6 +28,7 @@ from fovea.models.processor import Processor, load_processor
 from fovea.models.render import Renderer, images_of
 from fovea.report.about import HINTS_FILE, add_hint
 from fovea.rollout.embedded.plain import PlainEngine
+from fovea.run.augmentations import in_one_turn
 from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.context import Run, TaskStream
 from fovea.run.fingerprint import GivenCode, check_unchanged, take_fingerprint
@@ -36,7 +37,6 @@ from fovea.run.parity_faults import without_images
 from fovea.run.sampling import answer_end_of
 from fovea.run.signals import Stop, ending_signals
 from fovea.run.unscored import record_unscored_answer
-from fovea.run.views import in_one_turn
 from fovea.run.warmup import WarmupStage
 from fovea.train.start_check import Reference, Row, StartCheck
 from fovea.wiring.backends import open_backends

@@ -13,7 +13,7 @@ from fovea_gym.environments.custom.processes import RewardProcesses
 from fovea_gym.environments.dataset_tasks import OwnRows
 from fovea_gym.errors import DataError, ScoreError, UnscoredError
 from fovea_gym.graders.base import shown
-from fovea_gym.graders.opinions import WithToolBonus
+from fovea_gym.graders.reward_models import WithToolBonus
 from fovea_gym.rows.images import ImageOpener, is_url
 from fovea_gym.rows.readers.base import listed
 from fovea_gym.settings.splits import ANSWER_KEYS, SplitFiles

@@ -16,8 +16,8 @@ from fovea.cluster.workers import Worker
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.models.load import pick_device
-from fovea.models.outgoing import in_layout_of_files, outgoing
 from fovea.models.processor import Processor, load_processor
+from fovea.models.weights_to_sync import in_layout_of_files, weights_to_sync
 from fovea.processes.heartbeat import beating
 from fovea.processes.serving import CallerConnection, serve_connection
 from fovea.rollout.access import EngineAccess
@@ -26,10 +26,10 @@ from fovea.run.signals import ENDING
 from fovea.train.local import Caller, CallerThread, LocalPolicy, call_here
 from fovea.train.ranks import Ranks
 from fovea.train.update import PolicyAccess, TrainedPolicy
-from fovea.weights.base import WeightSink, WeightSync
+from fovea.weights.base import WeightReceiver, WeightSync
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
-from fovea.weights.push import NetworkEngine, SharedWeights, WeightPusher
-from fovea.wiring.engine import connect_free_memory, engine_access, make_engine, make_tape, sink_of
+from fovea.weights.sync import NetworkEngine, SharedWeights, WeightSender
+from fovea.wiring.engine import connect_free_memory, engine_access, make_engine, make_tape, receiver_of
 from fovea.wiring.interpreter import set_threads
 from fovea.wiring.model import kernel_notes, open_vlm
 from fovea_gym.errors import ConfigError
@@ -86,7 +86,7 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
         return Worker(
             policy=None,
             engine=engine,
-            weight_sync=ReceivedWeights(role.receivers, sink_of(engine), pair),
+            weight_sync=ReceivedWeights(role.receivers, receiver_of(engine), pair),
             kernel_notes=() if network is None else kernel_notes(config, network),
         )
     if not config.train.backend.shares_network:
@@ -98,8 +98,8 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
     # the tensors of a single learner are shared; else they are copied before the policy shards them in place
     is_shared = shares_weights and role.learners.mesh is None
     if shares_weights and role.has_engine and not is_shared:
-        pushed = [each.name for each in outgoing(vlm.network) if each.is_trained]
-        access = replace(access, network=copy.deepcopy(vlm).requires_grad_(False), pushed=pushed)
+        synced = [each.name for each in weights_to_sync(vlm.network) if each.is_trained]
+        access = replace(access, network=copy.deepcopy(vlm).requires_grad_(False), synced=synced)
     elif shares_weights:
         tape = make_tape(config, vlm) if role.is_alone else None
         access = replace(access, network=vlm, tape=tape, can_free_memory=role.is_alone)
@@ -114,16 +114,16 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
             ranks=role.learners,
         )
     )
-    sinks: list[WeightSink] = [] if role.receivers is None else [Broadcast(role.receivers, role.pairs)]
+    receivers: list[WeightReceiver] = [] if role.receivers is None else [Broadcast(role.receivers, role.pairs)]
     beside = make_engine(config, access) if role.has_engine else None
     if beside is not None:
         connect_free_memory(policy, beside)
     sync: WeightSync
     if is_shared and isinstance(beside, NetworkEngine):
-        sync = SharedWeights(beside, make_pusher(config, policy, sinks, call) if sinks else None)
+        sync = SharedWeights(beside, make_weight_sender(config, policy, receivers, call) if receivers else None)
     else:
-        own = [] if beside is None else [sink_of(beside)]
-        sync = make_pusher(config, policy, [*own, *sinks], call)
+        own = [] if beside is None else [receiver_of(beside)]
+        sync = make_weight_sender(config, policy, [*own, *receivers], call)
     return Worker(policy=LocalPolicy(policy, call), engine=beside, weight_sync=sync, kernel_notes=notes)
 
 
@@ -138,19 +138,19 @@ def _worker_with_two_networks(config: Config, access: EngineAccess, everyone: Ra
     return Worker(
         policy=LocalPolicy(policy),
         engine=engine,
-        weight_sync=make_pusher(config, policy, [sink_of(engine)]),
+        weight_sync=make_weight_sender(config, policy, [receiver_of(engine)]),
         kernel_notes=() if network is None else kernel_notes(config, network),
     )
 
 
-def make_pusher(
-    config: Config, policy: TrainedPolicy, sinks: Sequence[WeightSink], call: Caller = call_here
-) -> WeightPusher:
-    """Make the pushes of this process's policy, in the form that the engine of the settings takes."""
+def make_weight_sender(
+    config: Config, policy: TrainedPolicy, receivers: Sequence[WeightReceiver], call: Caller = call_here
+) -> WeightSender:
+    """Make the weight syncs of this process's policy, in the form that the engine of the settings takes."""
     settings = config.rollout.engine
-    weights = policy.outgoing if settings.takes_adapters else policy.outgoing_merged
+    weights = policy.weights_to_sync if settings.takes_adapters else policy.merged_weights_to_sync
     in_form = weights if settings.shares_weights else (lambda: in_layout_of_files(weights()))
-    return WeightPusher(in_form, sinks, dtype=policy.dtype, always_all=settings.forgets_weights, call=call)
+    return WeightSender(in_form, receivers, dtype=policy.dtype, always_all=settings.forgets_weights, call=call)
 
 
 def check_offload(config: Config) -> None:

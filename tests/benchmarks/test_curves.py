@@ -22,7 +22,7 @@ def run(folder: Path, *, readings: bool = True) -> Path:
         # the second step drew twice as many tokens, as dynamic sampling does
         metrics = {"tokens_per_second": 200.0 if step == 2 else 100.0, "seconds/step": 2.0, "entropy": 1 / step}
         # a step that trained on nothing has none
-        metrics |= {"rollout_train_abs/trained": step / 1000} if step < 4 else {}
+        metrics |= {"mismatch_trained/abs": step / 1000} if step < 4 else {}
         sink.write(step, metrics | ({"accuracy/dev": step / 10} if readings and step % 2 == 0 else {}))
     sink.close()
     return folder

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.flat_positions import flat_positions
 from benchmarks.parity_faults import FAULTS, POSITIONS, answer, main, read_with, rows_of, tiny_run
 from fovea.run.parity import read_parity
-from fovea.run.parity_reading import ParityReading
+from fovea.run.parity_result import ParityResult
 from fovea_gym.utils.event_loop import wait_for
 
 
@@ -51,6 +51,6 @@ def test_engine_and_trainer_have_the_same_wrong_positions(name: str, tmp_path: P
     assert flat_gap < 1e-5 < 1e-4 < sound_gap
 
 
-def gap_of(reading: ParityReading, name: str) -> float:
+def gap_of(reading: ParityResult, name: str) -> float:
     (gap,) = [fault.faulty.mean_abs for fault in reading.faults if fault.name == name]
     return gap

@@ -104,18 +104,18 @@ def test_requests_of_a_killed_engine_are_made_again_with_the_same_completions(en
         assert same(found, expected)
 
 
-class PushToEngine:
-    """Counts the pushes to an engine, each of which begins with a call of its process."""
+class SyncToEngine:
+    """Counts the weight syncs to an engine, each of which begins with a call of its process."""
 
     def __init__(self, engine: RemoteEngine | None) -> None:
         self.engine = engine
         self.versions: list[int] = []
         self.left: list[Sequence[int]] = []
 
-    async def push(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         if self.engine is not None:
-            self.engine.begin_push({})
-            self.engine.finish_push(version)
+            self.engine.begin_sync({})
+            self.engine.finish_sync(version)
         self.versions.append(version)
         return SyncReport(version=version, num_tensors=0, bytes_copied=0)
 
@@ -123,24 +123,24 @@ class PushToEngine:
         self.left.append(left)
 
 
-def test_an_engine_that_has_ended_without_a_request_is_left_out_of_the_next_push() -> None:
+def test_an_engine_that_has_ended_without_a_request_is_left_out_of_the_next_weight_sync() -> None:
     host = [sys.executable, "-m", "tests.rollout.fake_engine_host"]
     engines = [RemoteEngine("fake", EngineProcess("the fake engine", host, {}, NO_LIMITS)) for _ in range(2)]
-    syncs = [PushToEngine(each) for each in (None, *engines)]
+    syncs = [SyncToEngine(each) for each in (None, *engines)]
     made = [cast(Any, Worker)(policy=None, engine=each.engine, weight_sync=each) for each in syncs]
     learner, *handles = map(LocalHandle, made)
     workers = Workers([learner], handles)
 
-    async def push() -> None:
+    async def sync() -> None:
         weights = WorkersWeights(workers)
-        await weights.push(1)
+        await weights.sync(1)
         os.kill(engines[0].process.pid, signal.SIGKILL)
         while engines[0].process.exit_code is None:
             await asyncio.sleep(0.05)
-        await weights.push(2)
+        await weights.sync(2)
 
     try:
-        wait_for(push())
+        wait_for(sync())
     finally:
         wait_for(workers.close())
     assert [each.versions for each in syncs] == [[1, 2], [1], [1, 2]]

@@ -80,7 +80,7 @@ def test_two_learners_and_an_engine_on_three_nodes_train_as_one_process(on_ray: 
     # each to the engine once and to one of the two learners, but one for dummies to both; without the first step, which
     # has the images of warm-up and evaluation too
     sent = [row["transfer/images_mib"] * 2**20 for row in read_metrics(on_ray)[1:]]
-    # and the same for the two rows that are compared after each push, and for these as images that no cache knows
+    # and the same for the two rows that are compared after each weight sync, and for these as images that no cache knows
     assert sent == pytest.approx([(2 * PROMPTS_PER_STEP + 1 + 2 * (2 * 2 + 1)) * IMAGE_BYTES] * (STEPS - 1))
 
 
@@ -296,7 +296,7 @@ assert len(run.engine._workers.engines) == 1
 def test_a_run_that_loses_one_of_two_engines_goes_on_with_the_other(
     on_ray: Path, cluster: RayCluster, tmp_path: Path
 ) -> None:
-    """Without a restart, in the next step too: weights are then pushed to the engine that is left."""
+    """Without a restart, in the next step too: weights are then synced to the engine that is left."""
     two_engines = ("cluster.gpus_per_node=3", ENGINES_ONLY, "cluster.rollout_gpus=2")
     arguments = settings("recipes/shapes.yaml", tmp_path, EACH_STEP, *two_engines)
     done = subprocess.run(

@@ -81,7 +81,7 @@ def compare(one: Path, two: Path) -> None:
     for mine, theirs in zip(alone, together, strict=True):
         expected = {key: value for key, value in mine.items() if not key.startswith(TIMED)}
         assert {key: theirs[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert theirs["rollout_train_abs"] < 1e-5
+        assert theirs["mismatch/abs"] < 1e-5
         assert theirs["memory/learners_peak_gib"] > 0.1, "torch alone takes more"
     compare_weights(one, two)
 

@@ -29,7 +29,7 @@ from fovea_gym.environments.caption import (
 )
 from fovea_gym.errors import DataError
 from fovea_gym.graders.by_name import grader_of
-from fovea_gym.graders.opinions import OpinionOfJudge
+from fovea_gym.graders.reward_models import JudgeScores
 from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.settings.environments import CaptionEnvironment
@@ -123,7 +123,7 @@ def test_the_judge_gets_image_question_and_answer(tmp_path: Path) -> None:
 
     environment, (metrics,) = caption(settings_of(tmp_path, metric_weights={"judge": 3, "chrf": 1}))
     opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)
-    graders = [JudgedCaptionGrader(metrics, OpinionOfJudge(says, opener, metrics.references))]
+    graders = [JudgedCaptionGrader(metrics, JudgeScores(says, opener, metrics.references))]
     task = environment.tasks("test")[1]
     score = scored(graders, task, f"<think>x</think>\n{TEXTS[1]}")
     assert asked == [(COLOURS["green"], "Describe it.", TEXTS[1], [TEXTS[1]])]

@@ -29,7 +29,7 @@ def test_accuracy_is_by_kind_over_every_row_once(tmp_path: Path) -> None:
     run = bandit_run(tmp_path)
     wait_for(begin(run))
     run.policy.table[:, 0] = 5.0  # type: ignore[attr-defined]
-    wait_for(run.weight_sync.push(0))
+    wait_for(run.weight_sync.sync(0))
     evaluation = wait_for(run.evaluator.evaluate(run.sources.test))
     assert {kind: len(values) for kind, values in evaluation.accuracies.items()} == {"kind 0": 8, "kind 1": 8}
     assert sum(evaluation.accuracies["kind 0"]) == 4

@@ -60,11 +60,11 @@ def test_phases_are_means_and_sum_to_the_step() -> None:
 
 
 def test_what_runs_beside_the_update_or_within_a_phase_is_not_counted_twice() -> None:
-    """A step of 5 that waits 1 for its rollout, updates for 3 and pushes for 0.5, while a rollout of 4 goes on."""
+    """A step of 5 that waits 1 for its rollout, updates for 3 and syncs for 0.5, while a rollout of 4 goes on."""
     seconds = {"step": 5.0, "rollout": 4.0, "data": 0.2, "idle_update": 1.0, "idle_rollout": 0.3, "update": 3.0}
-    seconds |= {"sync": 0.5, "push": 0.5}
+    seconds |= {"sync": 0.5, "weight_sync": 0.5}
     times = {time.name: time.seconds for time in phase_times([{f"seconds/{name}": x for name, x in seconds.items()}])}
-    assert times == {name: x for name, x in seconds.items() if name != "push"} | {"between": 0.5}
+    assert times == {name: x for name, x in seconds.items() if name != "weight_sync"} | {"between": 0.5}
 
 
 def test_a_real_run_leaves_a_trace_and_a_table_and_a_step_more_its_own(tmp_path: Path) -> None:

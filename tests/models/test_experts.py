@@ -132,10 +132,10 @@ def test_a_model_with_an_mlp_for_all_tokens_in_one_layer_is_transformers() -> No
         for prompt, group in zip(
             prompts, generate(make_engine(parts, cache=cache), prompts, seeded(3, max_new_tokens=8), n=3), strict=True
         ):
-            for drawn in group:
+            for sampled in group:
                 with torch.no_grad():
-                    theirs = reference_logprobs(parts, prompt, drawn.token_ids_T)
-                torch.testing.assert_close(torch.from_numpy(drawn.logprobs_T), theirs, atol=LOGPROB_TOLERANCE, rtol=0)
+                    theirs = reference_logprobs(parts, prompt, sampled.token_ids_T)
+                torch.testing.assert_close(torch.from_numpy(sampled.logprobs_T), theirs, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
 def test_a_frozen_router_keeps_its_weights_and_sends_its_gradient_on() -> None:

@@ -59,7 +59,7 @@ def gradients_of(
 @pytest.mark.parametrize("chunk", [1, 4, 10])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gradients_are_those_of_autograd_in_float64(temperature: float, chunk: int) -> None:
-    """Of a loss that is linear in neither, over the ids that may be drawn."""
+    """Of a loss that is linear in neither, over the ids that may be sampled."""
 
     def loss(logprobs_A: Tensor, entropies_A: Tensor) -> Tensor:
         return (OF_LOGPROBS * logprobs_A.exp()).sum() + (OF_ENTROPIES * entropies_A.square()).sum()

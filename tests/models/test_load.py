@@ -14,10 +14,10 @@ from fovea.config.model import Model
 from fovea.errors import ModelError
 from fovea.models.load import load_network, pick_device, save_network
 from fovea.models.model_files import damaged_model
-from fovea.models.outgoing import in_layout_of_files, outgoing_merged
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts, save_tiny
 from fovea.models.vlm import VLM
+from fovea.models.weights_to_sync import in_layout_of_files, merged_weights_to_sync
 from tests.tiny_models import packed_logprobs, save, tiny
 
 
@@ -254,13 +254,13 @@ def test_experts_of_qwen3_5_in_the_layout_of_the_hub(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
-def test_a_push_to_an_engine_has_the_layout_of_the_files(family: str, tmp_path: Path) -> None:
+def test_a_weight_sync_to_an_engine_has_the_layout_of_the_files(family: str, tmp_path: Path) -> None:
     parts = tiny(family)
     save_tiny(parts, tmp_path / "model")
     held = load_file(tmp_path / "model" / "model.safetensors")
-    pushed = {each.name: each.tensor() for each in in_layout_of_files(outgoing_merged(parts.network))}
-    assert held.keys() <= pushed.keys()
-    assert all(torch.equal(pushed[name], x) for name, x in held.items())
+    synced = {each.name: each.tensor() for each in in_layout_of_files(merged_weights_to_sync(parts.network))}
+    assert held.keys() <= synced.keys()
+    assert all(torch.equal(synced[name], x) for name, x in held.items())
 
 
 def set_in(file: Path, keys: str, value: object) -> None:

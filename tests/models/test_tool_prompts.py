@@ -104,7 +104,7 @@ def test_a_conversation_with_calls_is_that_of_transformers(name: str) -> None:
         text_of(parts, prompt.unexpanded_ids_U) + answer + "<|im_end|>" + text_of(parts, observation.unexpanded_ids_U)
     )
     if name != "qwen3_vl.jinja":
-        # templates of models that think drop or move the thought of earlier answers: what was drawn stays here
+        # templates of models that think drop or move the thought of earlier answers: what was sampled stays here
         head = text_of(parts, prompt.unexpanded_ids_U)
         assert expected.startswith(head.partition("<think>")[0])
         assert expected.endswith(answer + "<|im_end|>" + text_of(parts, observation.unexpanded_ids_U))

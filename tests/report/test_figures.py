@@ -88,7 +88,7 @@ def test_a_young_run_shows_its_reward_its_time_and_its_memory(tmp_path: Path) ->
     with MetricsLog([JsonlSink(tmp_path)]) as log:
         for step in range(1, 21):
             times = {"seconds/rollout": 0.25, "seconds/update": 0.5, "seconds/checkpoint": 9.0, "seconds/step": 1.0}
-            times |= {"seconds/sync": 0.125, "seconds/push": 0.0625}
+            times |= {"seconds/weight_sync": 0.125, "seconds/weight_sync": 0.0625}
             log.write(
                 step, {"reward": step / 100, "memory/peak_rss_gib": step / 10, "tokens_per_second": 7.0 * step} | times
             )

@@ -38,6 +38,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Endpoint]
 # of a module, not of the session: vLLM in a process loses its groups when another engine of that process is closed
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An engine of a tiny Qwen3-VL for all tests of a module that push their own weights before they draw."""
+    """An engine of a tiny Qwen3-VL for all tests of a module that weight sync their own weights before they draw."""
     with serving(tiny_for("qwen3_vl", num_kv_heads=2), tmp_path_factory.mktemp("shared") / "model") as made:
         yield made.engine

@@ -34,7 +34,7 @@ def make_engine(
     max_batch_tokens: int | None = 10_000,
     *,
     tape: Tape | None = None,
-    pushed: Collection[str] = (),
+    synced: Collection[str] = (),
     can_free_memory: bool = False,
     **tuning: object,
 ) -> EmbeddedEngine:
@@ -45,7 +45,7 @@ def make_engine(
         max_batch_tokens=max_batch_tokens,
         tape=tape,
         tuning=Tuning(**tuning),  # type: ignore[arg-type]
-        pushed=pushed,
+        synced=synced,
         can_free_memory=can_free_memory,
     )
     engine.load_weights(dict(merged_weights(parts.network)), version=7)

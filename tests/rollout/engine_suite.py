@@ -36,11 +36,11 @@ LIMIT_TOKENS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """An engine, the model that it serves, and a push of that model's present weights."""
+    """An engine, the model that it serves, and a weight sync of that model's present weights."""
 
     parts: TinyParts
     engine: Engine
-    push: Callable[[int], None]
+    sync: Callable[[int], None]
 
     def generate(self, *requests: Request) -> list[Sequence[Completion]]:
         """Completions of all requests, made at once."""
@@ -79,10 +79,10 @@ def prompts_of(parts: TinyParts) -> list[Prompt]:
     ]
 
 
-def check_draws_of_two_pushes(served: Served) -> None:
-    """That it draws with the weights of a push, and after a push of changed ones with those."""
+def check_samples_of_two_syncs(served: Served) -> None:
+    """That it draws with the weights of a weight sync, and after a weight sync of changed ones with those."""
     for version in (1, 2):
-        served.push(version)
+        served.sync(version)
         check_draws(served, version)
         with torch.no_grad():
             for parameter in served.parts.network.parameters():
@@ -90,7 +90,7 @@ def check_draws_of_two_pushes(served: Served) -> None:
 
 
 def check_draws(served: Served, version: int) -> None:
-    """That completions of unequal prompts, drawn at once, have the log-probs of the model's weights."""
+    """That completions of unequal prompts, sampled at once, have the log-probs of the model's weights."""
     requests = [ask(f"{version}/{index}", prompt, n=2) for index, prompt in enumerate(prompts_of(served.parts))]
     for request, completions in zip(requests, served.generate(*requests), strict=True):
         assert served.largest_difference(request, completions) < TOLERANCE
@@ -115,8 +115,8 @@ class EngineSuite:
         for request, completions in zip(requests, served.generate(*requests), strict=True):
             assert [c.id for c in completions] == [f"{request.id}/{number}" for number in range(4)]
             assert served.largest_difference(request, completions) < TOLERANCE
-            drawn = {tuple(c.token_ids_T.tolist()) for c in completions}
-            assert len(drawn) == (4 if temperature else 1)
+            sampled = {tuple(c.token_ids_T.tolist()) for c in completions}
+            assert len(sampled) == (4 if temperature else 1)
 
     def test_a_second_turn_with_an_image_goes_on_from_the_first(self, served: Served) -> None:
         first = ask("turns", prompts_of(served.parts)[1], n=2)
@@ -205,11 +205,11 @@ class EngineSuite:
             for index, prompt in enumerate(prompts_of(served.parts))
         ]
         groups = served.generate(*requests)
-        drawn = np.concatenate([c.token_ids_T for group in groups for c in group])
-        assert len(set(drawn.tolist())) > 100, "near-uniform sampling visits most of the vocabulary"
+        sampled = np.concatenate([c.token_ids_T for group in groups for c in group])
+        assert len(set(sampled.tolist())) > 100, "near-uniform sampling visits most of the vocabulary"
         processor = served.parts.processor
         assert processor.tokenizer.convert_tokens_to_ids("<|image_pad|>") in processor.banned_ids
-        assert not np.isin(drawn, processor.banned_ids).any()
+        assert not np.isin(sampled, processor.banned_ids).any()
 
     def test_a_prompt_at_the_limit_is_served_and_one_beyond_it_refused(self, served: Served) -> None:
         words = renderer(served.parts).prompt(user("How many circles are there? " * 1000)).token_ids_L
@@ -241,7 +241,7 @@ class EngineSuite:
             assert served.largest_difference(requests[i], groups[i]) < TOLERANCE
 
     def test_new_weights_are_sampled_with_and_nothing_is_stale(self, served: Served) -> None:
-        requests = [ask(f"push/{i}", prompt, n=2) for i, prompt in enumerate(prompts_of(served.parts))]
+        requests = [ask(f"sync/{i}", prompt, n=2) for i, prompt in enumerate(prompts_of(served.parts))]
         before = served.generate(*requests)
         for version in (11, 12):
             with torch.no_grad():
@@ -249,7 +249,7 @@ class EngineSuite:
                     noise = torch.Generator().manual_seed(1000 * version + seed)
                     parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.02)
             wait_for(served.engine.sleep())
-            served.push(version)
+            served.sync(version)
             wait_for(served.engine.wake())
             groups = served.generate(*requests)
             for request, group, old in zip(requests, groups, before, strict=True):
@@ -273,7 +273,7 @@ class EngineSuite:
                 await served.engine.generate(request)
 
         wait_for(nap())
-        served.push(20)
+        served.sync(20)
         wait_for(served.engine.wake())
         assert served.generate(request)[0][0].version == 20
 
@@ -301,16 +301,16 @@ class ServingSuite(EngineSuite):
             ask(f"minimum/{seed}", prompt, n=16, seed=seed, temperature=2.0, max_new_tokens=150) for seed in (5, 21)
         ]
 
-        def drawn() -> list[Completion]:
+        def sampled() -> list[Completion]:
             return [completion for group in served.generate(*requests) for completion in group]
 
-        assert min(lengths_of(drawn())) < 60
+        assert min(lengths_of(sampled())) < 60
         change_translator(served, monkeypatch, min_new_tokens=60)
-        completions = drawn()
+        completions = sampled()
         assert min(lengths_of(completions)) >= 60
         for completion in completions:
             assert not np.isin(completion.token_ids_T[:59], served.parts.processor.stop_ids).any()
-        assert any(completion.finish == "stop" for completion in completions), "stop tokens are drawn afterwards"
+        assert any(completion.finish == "stop" for completion in completions), "stop tokens are sampled afterwards"
 
 
 def lengths_of(completions: Sequence[Completion]) -> list[int]:

@@ -99,16 +99,16 @@ class FakeEngine:
     def has_weights(self) -> bool:
         return self._version is not None
 
-    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+    def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
         check_idle("new weights came", self._num_running)
         if "unknown" in shapes:
             raise EngineError("no such weight")
         self._sums = []
 
-    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         self._sums += [float(tensor.sum()) for _, tensor in bucket]
 
-    def finish_push(self, version: int) -> None:
+    def finish_sync(self, version: int) -> None:
         self._version = version
 
 

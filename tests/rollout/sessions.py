@@ -94,7 +94,7 @@ def limited(user: object, settings: Mapping[str, object] | None = None, **sessio
     return make_environment(Config.model_validate(of_run), user)
 
 
-async def drawn(
+async def sampled(
     made: GradedEnvironment,
     engine: Echo,
     rows: int = 4,
@@ -124,7 +124,7 @@ async def drawn(
 def rolled_out(
     made: GradedEnvironment, rows: int = 4, n: int = 2, *, engine: Echo | None = None, max_tokens: int | None = None
 ) -> Rollout:
-    """As `drawn`, with what was left out."""
+    """As `sampled`, with what was left out."""
     unscored, log, echo = list[str](), SessionLog(), engine or Echo()
-    groups = wait_for(drawn(made, echo, rows, n, max_tokens=max_tokens, unscored=unscored, log=log))
+    groups = wait_for(sampled(made, echo, rows, n, max_tokens=max_tokens, unscored=unscored, log=log))
     return Rollout(groups=groups, unscored=unscored, log=log, ids=echo.ids)

@@ -74,5 +74,5 @@ def check_exact(run_dir: Path, engine: str, steps: int) -> None:
     taken = read_metrics(run_dir)
     assert [row["step"] for row in taken] == list(range(1, steps + 1))
     # float32 on both sides: two orders of summation, and nothing else; absent in a step without actions to train on
-    assert all(row.get("rollout_train_kl", 0.0) < 1e-9 for row in taken)
-    assert all(row.get("rollout_train_max", 0.0) < 2e-5 for row in taken)
+    assert all(row.get("mismatch/kl", 0.0) < 1e-9 for row in taken)
+    assert all(row.get("mismatch/max", 0.0) < 2e-5 for row in taken)

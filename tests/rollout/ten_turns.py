@@ -12,7 +12,7 @@ from fovea.models.tiny import TinyParts
 from fovea.rollout.base import Engine
 from fovea.types import Batch, Completion, Group, Prompt, Request
 from fovea_gym.types import Message, Task, Turn
-from tests.rollout.two_turns import LooksTwice, batch_of, drawn, environment
+from tests.rollout.two_turns import LooksTwice, batch_of, environment, sampled
 from tests.tiny_models import image
 
 TURNS = 10
@@ -33,7 +33,7 @@ class Gallery(LooksTwice):
 
 
 def ten_turns(parts: TinyParts, engine: Engine, kind: type[Gallery] = Gallery) -> list[Group]:
-    return drawn(parts, engine, rows=1, n=2, asked=environment(kind))
+    return sampled(parts, engine, rows=1, n=2, asked=environment(kind))
 
 
 def drawn_and_checked(parts: TinyParts, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Batch:

@@ -1,4 +1,4 @@
-"""Completions that end where their answer ends, drawn by a tiny model that has learnt to write boxes."""
+"""Completions that end where their answer ends, sampled by a tiny model that has learnt to write boxes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def cut(whole: Completion, end: AnswerEnd, tokenizer: PreTrainedTokenizerBase) -
     return whole
 
 
-TUNINGS = [{}, {"decode_steps_per_sync": 5}, {"cache": "paged", "page_tokens": 4}, None]
+TUNINGS = [{}, {"decode_steps_per_wait": 5}, {"cache": "paged", "page_tokens": 4}, None]
 
 
 @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
@@ -89,12 +89,12 @@ def test_completions_are_the_untouched_ones_cut_at_the_token_that_closes_the_ans
     ends = (BOX, TAG, THOUGHT)
     prompts = [prompt for prompt in mixed_prompts(parts) for _ in ends]
 
-    def drawn(given: tuple[AnswerEnd | None, ...]) -> list[Completion]:
+    def sampled(given: tuple[AnswerEnd | None, ...]) -> list[Completion]:
         settings = [Sampling(max_new_tokens=48, seed=3, answer_end=end) for _ in mixed_prompts(parts) for end in given]
         engine = plain_engine(parts) if tuning is None else make_engine(parts, **tuning)
         return [each for group in generate(engine, prompts, settings, n=6) for each in group]
 
-    wholes, shorts = drawn((None, None, None)), drawn(ends)
+    wholes, shorts = sampled((None, None, None)), sampled(ends)
     wanted = [cut(whole, ends[place // 6 % 3], parts.processor.tokenizer) for place, whole in enumerate(wholes)]
     assert same(shorts, wanted)
     dropped = [len(whole.token_ids_T) - len(short.token_ids_T) for whole, short in zip(wholes, shorts, strict=True)]

@@ -26,14 +26,14 @@ def alone() -> list[Any]:
 
 
 @pytest.mark.parametrize("budget", [TIGHT, 10_000])
-@pytest.mark.parametrize("decode_steps_per_sync", [1, 7])
+@pytest.mark.parametrize("decode_steps_per_wait", [1, 7])
 @pytest.mark.parametrize("pass_tokens", [11, 16_384])
 @pytest.mark.parametrize("cache", ["dense", "paged"])
 def test_no_way_of_running_changes_a_completion(
-    alone: list[list[Completion]], budget: int, decode_steps_per_sync: int, pass_tokens: int, cache: str
+    alone: list[list[Completion]], budget: int, decode_steps_per_wait: int, pass_tokens: int, cache: str
 ) -> None:
     tuning = {
-        "decode_steps_per_sync": decode_steps_per_sync,
+        "decode_steps_per_wait": decode_steps_per_wait,
         "pass_tokens": pass_tokens,
         "cache": cache,
         "page_tokens": 16,
@@ -86,7 +86,7 @@ def test_bfloat16_runs_in_every_cache() -> None:
     for a, b in zip(slots, pages, strict=True):
         for one, other in zip(a, b, strict=True):
             assert one.logprobs_T.dtype == other.logprobs_T.dtype == "float32"
-            # rounding differs between the caches: only the first token is sure to be drawn from the same logits
+            # rounding differs between the caches: only the first token is sure to be sampled from the same logits
             assert one.token_ids_T[0] == other.token_ids_T[0]
 
 

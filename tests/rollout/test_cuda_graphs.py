@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea.rollout.embedded.decode_step import CudaCapture, DecodeGraphs, Drawn, GraphInputs, captured_rows, rerun
+from fovea.rollout.embedded.decode_step import (
+    CudaCapture,
+    DecodeGraphs,
+    EngineOutput,
+    GraphInputs,
+    captured_rows,
+    rerun,
+)
 from fovea.rollout.embedded.sampler import Draw, SamplingNeeds, needs_of, row_settings, sample_tokens
 from fovea.types import Sampling
 from fovea.utils.tensor_records import map_tensors
@@ -49,7 +56,7 @@ def test_padding_costs_little() -> None:
 def test_all_sizes_are_captured_at_the_first_step_largest_first() -> None:
     captured: list[int] = []
 
-    def capture(function: Callable[[], Drawn]) -> Callable[[], Drawn]:
+    def capture(function: Callable[[], EngineOutput]) -> Callable[[], EngineOutput]:
         captured.append(len(function()[0]))
         return function
 
@@ -72,7 +79,7 @@ def test_all_sizes_are_captured_at_the_first_step_largest_first() -> None:
 def test_rows_behind_the_live_ones_point_at_the_scratch_page() -> None:
     seen: list[GraphInputs] = []
 
-    def run(x: GraphInputs, _: SamplingNeeds) -> Drawn:
+    def run(x: GraphInputs, _: SamplingNeeds) -> EngineOutput:
         seen.append(x)
         return x.token_B, x.uniform_B
 
@@ -93,7 +100,7 @@ def test_graphs_of_one_pool_replay_in_any_order(sampling: Sampling) -> None:
     weight = torch.randn(64, 6_400, device="cuda")
     needs, banned_K = needs_of([sampling]), torch.tensor([3, 5], device="cuda")
 
-    def run(x: GraphInputs, needs: SamplingNeeds) -> Drawn:
+    def run(x: GraphInputs, needs: SamplingNeeds) -> EngineOutput:
         logits_BW = (x.token_B[:, None].float() * weight[:1, :64]).sin() @ weight
         return sample_tokens(
             logits_BW, Draw(uniform_B=x.uniform_B, settings=x.settings, needs=needs, banned_K=banned_K)

@@ -1,6 +1,6 @@
 """Prefill and decode steps on a GPU make the host wait for nothing: on torch's meta device (`tests.meta_device`).
 
-The host waits once every few steps, where it looks which rows have finished (`DecodeBatch.sync_finished`), and where
+The host waits once every few steps, where it looks which rows have finished (`DecodeBatch.wait_for_finished`), and where
 rows go.
 """
 
@@ -74,7 +74,7 @@ def test_a_sync_reads_which_rows_have_finished_and_no_more(loop: asyncio.Abstrac
         batch.add([[queued]], torch.randn(1, 300, generator=torch.Generator().manual_seed(0)))
     assert adding.names == []
     with Reads() as syncing:
-        batch.sync_finished()
+        batch.wait_for_finished()
     assert syncing.names == ["tolist"]
 
 

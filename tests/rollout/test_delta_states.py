@@ -9,7 +9,7 @@ import pytest
 from fovea.models.decoder import decoder_shape
 from fovea.types import Completion
 from tests.rollout.drawing import generate, keep_turns_of, make_engine, mixed_requests, noted_rows, noted_turns, same
-from tests.rollout.two_turns import assert_same_turns, drawn
+from tests.rollout.two_turns import assert_same_turns, sampled
 from tests.tiny_models import tiny
 
 PARTS = tiny("qwen3_5", num_layers=4)
@@ -31,7 +31,7 @@ def test_no_way_of_running_changes_a_completion(
     requests = zip(*mixed_requests(PARTS, len(COUNTS)), COUNTS, strict=True)
     longest = max(p.num_tokens + n * (s.max_new_tokens + states) for p, s, n in requests)
     budget = longest + 100 if tight else 200_000
-    engine = make_engine(PARTS, budget, pass_tokens=pass_tokens, decode_steps_per_sync=7)
+    engine = make_engine(PARTS, budget, pass_tokens=pass_tokens, decode_steps_per_wait=7)
     rows = noted_rows(monkeypatch)
     together = generate(engine, *mixed_requests(PARTS, len(COUNTS)), COUNTS)
     assert all(same(a, b) for a, b in zip(alone, together, strict=True))
@@ -40,11 +40,11 @@ def test_no_way_of_running_changes_a_completion(
 
 
 def test_turns_are_kept_by_the_memory_of_keys_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget of fewer tokens than a turn takes keeps none, and the same is drawn."""
+    """A budget of fewer tokens than a turn takes keeps none, and the same is sampled."""
     shape = decoder_shape(PARTS.network.config.text_config)
     engine = make_engine(PARTS)
     kept = noted_turns(monkeypatch)
-    groups = drawn(PARTS, engine)
+    groups = sampled(PARTS, engine)
     assert kept
     for each, _ in kept:
         states = [x for state in each.states for x in (state.tail_RKC, state.memory_RVDF)]
@@ -52,5 +52,5 @@ def test_turns_are_kept_by_the_memory_of_keys_and_states(monkeypatch: pytest.Mon
         assert held <= each.cost_tokens * shape.token_bytes(4) < held + shape.token_bytes(4)
     keep_turns_of(min(each.cost_tokens for each, _ in kept) - 1, monkeypatch)
     kept.clear()
-    assert_same_turns(groups, drawn(PARTS, make_engine(PARTS)))
+    assert_same_turns(groups, sampled(PARTS, make_engine(PARTS)))
     assert not any(number for _, number in kept)

@@ -26,7 +26,7 @@ ROWS = 8
 def engine_on_meta(family: str = "qwen3_vl") -> EmbeddedEngine:
     parts = tiny(family)
     vlm = VLM(parts.network.bfloat16(), parts.processor.banned_ids).to(META).eval()
-    tuning = Tuning(decode_steps_per_sync=8)
+    tuning = Tuning(decode_steps_per_wait=8)
     engine = EmbeddedEngine(vlm, parts.processor, max_batch_tokens=100_000, tuning=tuning)
     engine.load_weights(dict(engine.own_weights()), 0)
     return engine

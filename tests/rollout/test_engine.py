@@ -47,8 +47,8 @@ def test_logprobs_equal_the_trainers(parts: TinyParts) -> None:
     row = pack_row(parts.processor.family, prompts, [[c.token_ids_T for c in group] for group in groups], CPU)
     with torch.no_grad():
         scores = VLM(parts.network, parts.processor.banned_ids)(row, temperature=0.8, chunk_tokens=100)
-    drawn = torch.from_numpy(np.concatenate([c.logprobs_T for group in groups for c in group]))
-    torch.testing.assert_close(drawn, scores.logprobs_A, atol=LOGPROB_TOLERANCE, rtol=0)
+    sampled = torch.from_numpy(np.concatenate([c.logprobs_T for group in groups for c in group]))
+    torch.testing.assert_close(sampled, scores.logprobs_A, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
 def test_a_request_does_not_feel_what_runs_beside_it(parts: TinyParts) -> None:
@@ -150,13 +150,13 @@ def test_int8_decoding_is_close_and_its_logprobs_are_those_it_drew_from() -> Non
     differences = []
     for exact in (False, True):
         groups = generate(engine, prompts, seeded(3, max_new_tokens=12, exact=exact), n=4)
-        drawn = [(p, completion) for p, group in zip(prompts, groups, strict=True) for completion in group]
-        of_transformers = [reference_logprobs(parts, p, c.token_ids_T).detach().numpy() for p, c in drawn]
-        logprobs = np.concatenate([completion.logprobs_T for _, completion in drawn])
+        sampled = [(p, completion) for p, group in zip(prompts, groups, strict=True) for completion in group]
+        of_transformers = [reference_logprobs(parts, p, c.token_ids_T).detach().numpy() for p, c in sampled]
+        logprobs = np.concatenate([completion.logprobs_T for _, completion in sampled])
         differences.append(np.abs(logprobs - np.concatenate(of_transformers)))
     int8, exact = differences
     assert 1e-3 < int8.mean() < 0.2
-    assert exact.max() < LOGPROB_TOLERANCE, "what is not trained on, an evaluation, is drawn exactly"
+    assert exact.max() < LOGPROB_TOLERANCE, "what is not trained on, an evaluation, is sampled exactly"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 33])

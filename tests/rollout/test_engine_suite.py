@@ -15,10 +15,10 @@ def served(request: pytest.FixtureRequest) -> Served:
     parts = tiny(request.param)
     engine = make_engine(parts, LIMIT_TOKENS)
 
-    def push(version: int) -> None:
+    def sync(version: int) -> None:
         engine.load_weights(dict(merged_weights(parts.network)), version)
 
-    return Served(parts=parts, engine=engine, push=push)
+    return Served(parts=parts, engine=engine, sync=sync)
 
 
 class TestEmbedded(EngineSuite):

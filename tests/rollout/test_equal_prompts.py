@@ -1,4 +1,4 @@
-"""Later turns with equal conversations are prefilled once, and drawn as each is without the others."""
+"""Later turns with equal conversations are prefilled once, and sampled as each is without the others."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def test_equal_later_turns_are_prefilled_once_and_drawn_as_if_by_themselves(fami
     engine = make_engine(parts, cache=cache, **({"page_tokens": 16} if cache == "paged" else {}))
     requests = first_answers(parts, engine)
     once: list[float] = []
-    drawn = []
+    sampled = []
     for request in requests:
-        drawn += together(engine, [replace(request, id=f"{request.id} by itself")])
+        sampled += together(engine, [replace(request, id=f"{request.id} by itself")])
         once.append(engine.prefill_metrics()[WORK])
     shared = together(engine, requests)
     work = engine.prefill_metrics()
     assert work[WORK] == pytest.approx(once[0] + once[2])
     assert work["rollout_prefill_copies_tflop"] == pytest.approx(sum(once))
     assert shared[0].token_ids_T.tolist() != shared[1].token_ids_T.tolist()
-    for request, one, other in zip(requests, drawn, shared, strict=True):
+    for request, one, other in zip(requests, sampled, shared, strict=True):
         np.testing.assert_array_equal(one.token_ids_T, other.token_ids_T)
         with torch.no_grad():
             expected = reference_logprobs(parts, request.prompt, other.token_ids_T)

@@ -21,7 +21,7 @@ from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Completion, Prompt
-from fovea.weights.push import SharedWeights
+from fovea.weights.sync import SharedWeights
 from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_batch, make_policy
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, seeded
@@ -58,14 +58,14 @@ def policy_of(parts: TinyParts) -> TorchPolicy:
     return make_policy(parts, temperature=1.0, learning_rate=1e-2, lr_warmup_steps=0)
 
 
-def difference(parts: TinyParts, prompts: list[Prompt], drawn: list[list[Completion]]) -> np.ndarray:
+def difference(parts: TinyParts, prompts: list[Prompt], sampled: list[list[Completion]]) -> np.ndarray:
     """The engine's log-probs less the trainer's, of every token."""
-    row = pack_row(parts.processor.family, prompts, [[c.token_ids_T for c in group] for group in drawn], CPU)
+    row = pack_row(parts.processor.family, prompts, [[c.token_ids_T for c in group] for group in sampled], CPU)
     with torch.no_grad():
         trained = VLM(parts.network, parts.processor.banned_ids)(
             row, temperature=1.0, chunk_tokens=10_000
         ).logprobs_A.numpy()
-    return np.concatenate([c.logprobs_T for group in drawn for c in group]) - trained
+    return np.concatenate([c.logprobs_T for group in sampled for c in group]) - trained
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
@@ -73,9 +73,9 @@ def difference(parts: TinyParts, prompts: list[Prompt], drawn: list[list[Complet
 def test_the_engine_draws_from_the_adapted_model(family: str, cache: str) -> None:
     parts = with_lora(torch.float32, 0.3, family)
     engine, prompts = engine_of(parts, cache=cache), mixed_prompts(parts)
-    wait_for(SharedWeights(engine).push(0))
-    drawn = generate(engine, prompts, seeded(3, max_new_tokens=12), n=3)
-    assert np.abs(difference(parts, prompts, drawn)).max() < LOGPROB_TOLERANCE
+    wait_for(SharedWeights(engine).sync(0))
+    sampled = generate(engine, prompts, seeded(3, max_new_tokens=12), n=3)
+    assert np.abs(difference(parts, prompts, sampled)).max() < LOGPROB_TOLERANCE
 
 
 WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2}
@@ -84,10 +84,10 @@ WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2}
 def test_decode_copies_have_the_adapters_merged() -> None:
     parts = with_lora(torch.float32, 0.3, **WIDE)
     engine, prompts = engine_of(parts), mixed_prompts(parts)
-    wait_for(SharedWeights(engine).push(0))
-    drawn = generate(engine, prompts, seeded(3, max_new_tokens=12), n=4)
+    wait_for(SharedWeights(engine).sync(0))
+    sampled = generate(engine, prompts, seeded(3, max_new_tokens=12), n=4)
     assert Tuning().uses_onednn(12, parts.network.get_input_embeddings().weight)
-    assert np.abs(difference(parts, prompts, drawn)).max() < LOGPROB_TOLERANCE
+    assert np.abs(difference(parts, prompts, sampled)).max() < LOGPROB_TOLERANCE
 
 
 def test_small_adapters_count_in_bfloat16() -> None:
@@ -101,7 +101,7 @@ def test_small_adapters_count_in_bfloat16() -> None:
     assert 0.05 < float(torch.stack(changed).mean()) < 0.25
     prompts, samplings = mixed_prompts(parts), seeded(3, max_new_tokens=1)
     engine = engine_of(parts)
-    wait_for(SharedWeights(engine).push(0))
+    wait_for(SharedWeights(engine).sync(0))
     beside = difference(parts, prompts, generate(engine, prompts, samplings, n=16))
     assert np.abs(beside).max() < LOGPROB_TOLERANCE
     merged = tiny("qwen3_vl")
@@ -137,22 +137,24 @@ def noted_init(kind: type, made: list[type]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_outlive_a_push_and_read_the_new_adapters(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_outlive_a_weight_sync_and_read_the_new_adapters(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[type] = []
     for kind in (GraphStepper, PagedCache):
         monkeypatch.setattr(kind, "__init__", noted_init(kind, made))
     parts = with_lora(dtype, 0.3)
     engine, policy, prompts = engine_of(parts, cache="paged"), policy_of(parts), mixed_prompts(parts)
     sync = SharedWeights(engine)
-    wait_for(sync.push(0))
+    wait_for(sync.sync(0))
     before = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
     assert made == [PagedCache, GraphStepper]
     old = dict(merged_weights(parts.network))
     policy.update(make_batch(parts))
     assert any(not torch.equal(old[name], x) for name, x in merged_weights(parts.network))
-    assert wait_for(sync.push(1)).bytes_copied == 0
+    assert wait_for(sync.sync(1)).bytes_copied == 0
     after = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
-    assert made == [PagedCache, GraphStepper], "those from before the push"
+    assert made == [PagedCache, GraphStepper], "those from before the weight sync"
     limit = LOGPROB_TOLERANCE if dtype == torch.float32 else 0.1
     assert np.abs(difference(parts, prompts, after)).max() < limit
-    assert np.abs(difference(parts, prompts, before)).max() > limit, "drawn before the update"
+    assert np.abs(difference(parts, prompts, before)).max() > limit, "sampled before the update"

@@ -15,7 +15,7 @@ from fovea.errors import EngineError
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded import memory, tuning
-from fovea.rollout.embedded.decode_step import Drawn
+from fovea.rollout.embedded.decode_step import EngineOutput
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.memory import default_bytes
 from fovea.rollout.embedded.paged_cache import PagedCache
@@ -64,7 +64,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
             fake.pools += map(weakref.ref, cache.pools)
         return cache
 
-    def capture(function: Callable[[], Drawn]) -> Callable[[], Drawn]:
+    def capture(function: Callable[[], EngineOutput]) -> Callable[[], EngineOutput]:
         fake.captures += 1
         return function
 
@@ -92,7 +92,7 @@ def captures_of_steps(
         captures.append(gpu.captures - before)
         fresh = make_engine(parts)
         alone = generate(fresh, mixed_prompts(parts), seeded(3, max_new_tokens=9), n)
-        assert all(same(a, b) for a, b in zip(alone, together, strict=True)), "drawn with the present weights"
+        assert all(same(a, b) for a, b in zip(alone, together, strict=True)), "sampled with the present weights"
         wait_for(engine.sleep())
         with torch.no_grad():
             for parameter in parts.network.parameters():
@@ -180,7 +180,7 @@ def test_a_step_of_the_warm_up_has_the_memory_of_a_pool_that_stays_in_rl(gpu: Fa
 def test_a_sleeping_engine_frees_its_copies_with_its_memory(gpu: FakeGpu) -> None:
     parts = tiny("qwen3_vl")
     own = dict(merged_weights(parts.network))
-    engine = make_engine(parts, TOKENS, pushed=own, can_free_memory=True, **PAGED)
+    engine = make_engine(parts, TOKENS, synced=own, can_free_memory=True, **PAGED)
     assert not engine.free_memory(), "nothing is held yet"
     generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
     assert engine.free_memory()
@@ -192,7 +192,7 @@ def test_a_sleeping_engine_frees_its_copies_with_its_memory(gpu: FakeGpu) -> Non
     assert engine.free_memory()
     assert not gpu.pool_bytes
     assert not any(weight.untyped_storage().nbytes() for weight in own.values())
-    with pytest.raises(EngineError, match="were pushed; push them first"):
+    with pytest.raises(EngineError, match="were sent; sync them first"):
         wait_for(engine.wake())
 
 
@@ -226,10 +226,10 @@ def test_an_update_without_signal_is_no_measure(gpu: FakeGpu) -> None:
 
 @pytest.mark.parametrize("stay", [True, False])
 def test_copies_of_weights_stay_with_the_pool_or_go_with_it(gpu: FakeGpu, stay: bool) -> None:
-    """Those of an engine whose own weights every push brings: graphs hold the addresses of both."""
+    """Those of an engine whose own weights every weight sync brings: graphs hold the addresses of both."""
     parts = tiny("qwen3_vl")
     own = dict(merged_weights(parts.network))
-    engine = make_engine(parts, TOKENS, pushed=own, **PAGED)
+    engine = make_engine(parts, TOKENS, synced=own, **PAGED)
     policy = {name: weight.clone() for name, weight in own.items()}
     generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
     spare, copies = gpu.total // 10, sum(weight.nbytes for weight in own.values())
@@ -237,7 +237,7 @@ def test_copies_of_weights_stay_with_the_pool_or_go_with_it(gpu: FakeGpu, stay: 
     for _ in range(3):  # during the first two nothing stays, since they are measured
         wait_for(engine.sleep())
         held = {bool(weight.untyped_storage().nbytes()) for weight in own.values()}
-        for name, weight in own.items():  # as a push does
+        for name, weight in own.items():  # as a weight sync does
             weight.untyped_storage().resize_(weight.nbytes)
             weight.copy_(policy[name])
         wait_for(engine.wake())

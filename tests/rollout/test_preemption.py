@@ -19,7 +19,7 @@ from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow
 from fovea.types import Completion, Prompt, Request, Sampling
 from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.drawing import generate, keep_turns_of, make_engine, same, seeded
-from tests.rollout.two_turns import assert_same_turns, drawn
+from tests.rollout.two_turns import assert_same_turns, sampled
 from tests.tiny_models import mixed_prompts, tiny
 
 PARTS = tiny("qwen3_vl")
@@ -62,22 +62,22 @@ def largest_tokens(prompts: list[Prompt], samplings: list[Sampling]) -> int:
     )
 
 
-@pytest.mark.parametrize("decode_steps_per_sync", [1, 7])
+@pytest.mark.parametrize("decode_steps_per_wait", [1, 7])
 def test_preempted_completions_are_those_of_an_engine_with_room(
-    preempted: list[RemovedRow], decode_steps_per_sync: int
+    preempted: list[RemovedRow], decode_steps_per_wait: int
 ) -> None:
     prompts, samplings = mixed_requests()
     roomy = generate(make_engine(PARTS, **PAGED), prompts, samplings, COUNTS)
     assert not preempted
     engine = make_engine(
-        PARTS, largest_tokens(prompts, samplings), decode_steps_per_sync=decode_steps_per_sync, **PAGED
+        PARTS, largest_tokens(prompts, samplings), decode_steps_per_wait=decode_steps_per_wait, **PAGED
     )
     for _ in range(2):  # a second time on what the first has left behind
         tight = generate(engine, prompts, samplings, COUNTS)
         assert all(same(a, b) for a, b in zip(roomy, tight, strict=True))
         assert len({row.row.completion_id for row in preempted}) > len(COUNTS)
         drawn_once = {c.id: c for group in tight for c in group}
-        for row in preempted:  # what had been drawn stays, bit for bit
+        for row in preempted:  # what had been sampled stays, bit for bit
             completion, length = drawn_once[row.row.completion_id], len(row.token_ids_T)
             np.testing.assert_array_equal(completion.token_ids_T[:length], row.token_ids_T)
             np.testing.assert_array_equal(completion.logprobs_T[:length], row.logprobs_T)
@@ -115,7 +115,7 @@ def test_later_turns_are_preempted_and_find_their_kept_keys_again(
         real(cache, prompt, kept)
 
     monkeypatch.setattr(prefill, "restore", noted)
-    roomy = drawn(PARTS, make_engine(PARTS, **PAGED))
+    roomy = sampled(PARTS, make_engine(PARTS, **PAGED))
     longest = max(
         group.prompt.num_tokens
         + sum(turn.observation.num_tokens + len(turn.completion.token_ids_T) for turn in e.tokens)
@@ -124,7 +124,7 @@ def test_later_turns_are_preempted_and_find_their_kept_keys_again(
     )
     if not evicted:
         keep_turns_of(10**6, monkeypatch)
-    tight = drawn(PARTS, make_engine(PARTS, 2 * longest, **PAGED))
+    tight = sampled(PARTS, make_engine(PARTS, 2 * longest, **PAGED))
     assert any(row.row.request.request.continues is not None for row in preempted)
     twice = len(restored) - len({id(kept) for kept in restored})
     assert (twice == 0) == evicted, "before a preemption and after it"

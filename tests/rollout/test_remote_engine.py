@@ -43,13 +43,13 @@ def engine() -> Iterator[RemoteEngine]:
     wait_for(made.close())
 
 
-def push(engine: RemoteEngine, version: int, *tensors: torch.Tensor) -> None:
-    engine.begin_push({f"weight{number}": tuple(tensor.shape) for number, tensor in enumerate(tensors)})
-    engine.take_weights([(f"weight{number}", tensor) for number, tensor in enumerate(tensors)])
-    engine.finish_push(version)
+def sync(engine: RemoteEngine, version: int, *tensors: torch.Tensor) -> None:
+    engine.begin_sync({f"weight{number}": tuple(tensor.shape) for number, tensor in enumerate(tensors)})
+    engine.receive_weights([(f"weight{number}", tensor) for number, tensor in enumerate(tensors)])
+    engine.finish_sync(version)
 
 
-def drawn(engine: RemoteEngine) -> Completion:
+def sampled(engine: RemoteEngine) -> Completion:
     return wait_for(engine.generate(REQUEST))[0]
 
 
@@ -58,9 +58,9 @@ def test_weights_arrive_and_stay_the_trainers(engine: RemoteEngine) -> None:
     sums = []
     for version in (1, 2):
         tensors = [torch.full((3, 2), float(version)), torch.arange(4, dtype=torch.bfloat16) + version]
-        push(engine, version, *tensors)
+        sync(engine, version, *tensors)
         assert not any(tensor.is_shared() for tensor in tensors), "moved into shared memory, for good"
-        completion = drawn(engine)
+        completion = sampled(engine)
         sums.append(completion.logprobs_T.tolist())
         assert completion.version == version
     assert engine.has_weights
@@ -69,24 +69,24 @@ def test_weights_arrive_and_stay_the_trainers(engine: RemoteEngine) -> None:
 
 def test_errors_are_those_of_the_engine(engine: RemoteEngine) -> None:
     with pytest.raises(EngineError, match=r"^no such weight$"):
-        engine.begin_push({"unknown": (1,)})
+        engine.begin_sync({"unknown": (1,)})
     with pytest.raises(EngineError, match="nowhere"):
         wait_for(engine.generate(replace(REQUEST, id=STRANGE)))
 
 
-def test_a_push_waits_for_the_end_of_a_request_that_was_given_up(engine: RemoteEngine) -> None:
+def test_a_weight_sync_waits_for_the_end_of_a_request_that_was_given_up(engine: RemoteEngine) -> None:
     async def give_up() -> None:
         drawing = asyncio.ensure_future(engine.generate(replace(REQUEST, id=FOR_EVER)))
         await asyncio.sleep(0.1)
         with pytest.raises(EngineError, match="new weights"):
-            engine.begin_push({})
+            engine.begin_sync({})
         drawing.cancel()
         with suppress(asyncio.CancelledError):
             await drawing
 
     wait_for(give_up())
-    push(engine, 3, torch.ones(1))
-    assert drawn(engine).version == 3
+    sync(engine, 3, torch.ones(1))
+    assert sampled(engine).version == 3
     # nor is it asked to sleep before
     wait_for(give_up())
     wait_for(engine.sleep())
@@ -126,7 +126,7 @@ def test_nothing_is_kept_of_a_request_that_has_ended(engine: RemoteEngine) -> No
 
     before = kept()
     for _ in range(10):
-        drawn(engine)
+        sampled(engine)
     assert kept() <= before
 
 

@@ -135,15 +135,15 @@ def test_no_token_of_probability_zero_is_drawn_whatever_block_it_is_in() -> None
     probs = torch.zeros(1, 1000)
     probs[0, [37, 38, 700, 981]] = torch.tensor([1e-30, 0.5, 1e-12, 0.5])
     u = torch.cat([torch.linspace(0, 1, 999, dtype=torch.float64)[:-1], torch.tensor([np.nextafter(1.0, 0.0)])])
-    drawn = inverse_cdf(probs.expand(len(u), -1), u)
-    assert set(drawn.tolist()) <= {37, 38, 700, 981}
-    assert (drawn[0], drawn[-1]) == (37, 981)
+    sampled = inverse_cdf(probs.expand(len(u), -1), u)
+    assert set(sampled.tolist()) <= {37, 38, 700, 981}
+    assert (sampled[0], sampled[-1]) == (37, 981)
 
 
 def test_many_draws_pass_a_chi_square_test() -> None:
     probs, n = random_logits(1, 300)[0].softmax(-1).double(), 200_000
-    drawn = inverse_cdf(probs.float().expand(n, -1), torch.from_numpy(uniforms(11, 1, n)[0]))
-    counts = torch.bincount(drawn, minlength=300).double()
+    sampled = inverse_cdf(probs.float().expand(n, -1), torch.from_numpy(uniforms(11, 1, n)[0]))
+    counts = torch.bincount(sampled, minlength=300).double()
     often = probs * n > 5
     expected = torch.cat([probs[often] * n, (probs[~often] * n).sum()[None]])
     seen = torch.cat([counts[often], counts[~often].sum()[None]])

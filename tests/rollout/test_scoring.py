@@ -69,17 +69,17 @@ def slow_grading(slow: Slow, on_failure: Literal["error", "drop"] = "drop") -> G
 
 
 class Ticking:
-    """Draws one group after the other, and says when the last one is drawn: scoring must not hold it up."""
+    """Draws one group after the other, and says when the last one is sampled: scoring must not hold it up."""
 
     def __init__(self) -> None:
-        self.num_drawn = 0
+        self.num_sampled = 0
         self.all_are_drawn = threading.Event()
 
     async def generate(self, request: Request) -> Sequence[Completion]:
         place, n = int(request.prompt.token_ids_L[0]), request.n
         await asyncio.sleep(0.002 * (place + 1))
-        self.num_drawn += 1
-        if self.num_drawn == NUM_GROUPS:
+        self.num_sampled += 1
+        if self.num_sampled == NUM_GROUPS:
             self.all_are_drawn.set()
         ids, logprobs = np.array([place]), np.zeros(1, dtype=np.float32)
         return [
@@ -126,7 +126,7 @@ def test_threads_change_neither_order_nor_scores() -> None:
 
 
 def test_drawing_goes_on_while_scoring_waits() -> None:
-    """No score comes before the last group is drawn: in turn, the first one would wait for ever."""
+    """No score comes before the last group is sampled: in turn, the first one would wait for ever."""
     engine = Ticking()
     waited: list[bool] = []
 

@@ -209,11 +209,11 @@ def test_a_call_of_all_leaves_out_and_prepares_again_what_it_loses(started: Call
     good, failing = started(WHOLE), started((500, b"crash"), WHOLE)
     prepare = Prepared()
 
-    async def push(server: JsonServer) -> None:
-        await server.post("/push", {})
+    async def sync(server: JsonServer) -> None:
+        await server.post("/sync", {})
 
     async def use(pool: ServerPool) -> None:
-        await pool.on_all(push)
+        await pool.on_all(sync)
         while not all(member.is_ready for member in pool.members):
             await asyncio.sleep(0.01)
 

@@ -19,7 +19,7 @@ from fovea_gym.types import Message, Task, Turn
 from tests.policies import make_policy
 from tests.reference import reference_logprobs
 from tests.rollout.drawing import make_engine
-from tests.rollout.two_turns import TEMPERATURE, LooksTwice, batch_of, drawn, environment
+from tests.rollout.two_turns import TEMPERATURE, LooksTwice, batch_of, environment, sampled
 from tests.tiny_models import FAMILIES, tiny
 
 TOLERANCE = 2e-5
@@ -53,7 +53,7 @@ def test_a_rollout_repeats_bit_for_bit_whichever_reply_comes_first() -> None:
     assert isinstance(late, LateReplies)
     limited = LimitedSessions(late, SessionLimits(max_concurrent=5), "late")
     # the delays of the second rollout are other ones
-    first, second = (drawn(parts, make_engine(parts), asked=limited, n=4) for _ in range(2))
+    first, second = (sampled(parts, make_engine(parts), asked=limited, n=4) for _ in range(2))
     assert len({len(episode.turns) for group in first for episode in group.episodes}) > 1
     for one, other in zip(first, second, strict=True):
         for a, b in zip(one.episodes, other.episodes, strict=True):
@@ -75,7 +75,7 @@ def ten_turns(family: str, cache: str) -> list[Group]:
     parts = tiny(family)
     engine = make_engine(parts, cache=cache, **({"page_tokens": 16} if cache == "paged" else {}))
     often = environment(LooksOften)
-    return drawn(parts, engine, rows=1, n=1, asked=often, max_new_tokens=3)
+    return sampled(parts, engine, rows=1, n=1, asked=often, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("cache", ["dense", "paged"])
@@ -98,7 +98,7 @@ def test_no_turn_is_blind() -> None:
     policy = make_policy(tiny("qwen3_vl"))
 
     def scored(groups: Sequence[Group]) -> np.ndarray:
-        (sample,) = policy.annotate(batch_of(groups), Needs(old_logprobs=True)).samples
+        (sample,) = policy.compute_logprobs(batch_of(groups), Needs(old_logprobs=True)).samples
         assert sample.old_logprobs_T is not None
         return sample.old_logprobs_T[sample.mask_T]
 

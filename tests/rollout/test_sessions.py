@@ -19,7 +19,7 @@ from fovea_gym.graders.base import TryAgainError
 from fovea_gym.graders.grading import Grading
 from fovea_gym.types import Message, Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
-from tests.rollout.sessions import MORE, Echo, Rows, drawn, limited, rolled_out
+from tests.rollout.sessions import MORE, Echo, Rows, limited, rolled_out, sampled
 
 WAIT_SECONDS = 1.0
 NUM_EPISODES = 512
@@ -239,7 +239,7 @@ def test_sessions_are_closed_when_the_rollout_is_cancelled() -> None:
     async def cancelled() -> None:
         nonlocal loop
         loop = asyncio.get_running_loop()
-        running = asyncio.ensure_future(drawn(made, Echo()))
+        running = asyncio.ensure_future(sampled(made, Echo()))
         await asked.wait()
         running.cancel()
         await asyncio.sleep(0.005)

@@ -87,7 +87,7 @@ def engine_of(parts: TinyParts, cache: str) -> EmbeddedEngine:
 @pytest.mark.parametrize("cache", ["dense", "paged"])
 def test_ids_only_grow_and_logprobs_equal_transformers(pair: Pair, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = drawn_and_checked(pair.parts, engine_of(pair.parts, cache), monkeypatch)
-    trained = make_policy(pair.parts).annotate(batch, Needs(old_logprobs=True))
+    trained = make_policy(pair.parts).compute_logprobs(batch, Needs(old_logprobs=True))
     with torch.no_grad():
         expected = pair.of_conversations(batch)
     for sample, reference, scored in zip(batch.samples, expected, trained.samples, strict=True):
@@ -115,7 +115,7 @@ def test_the_picture_after_a_turn_moves_what_follows_and_nothing_before(pair: Pa
     """In the engine, which draws the same ids until the picture, and in the trainer, on ids that are the same."""
     groups = ten_turns(pair.parts, engine_of(pair.parts, cache))
     batch, policy = batch_of(groups), make_policy(pair.parts)
-    (before, _) = (sample.old_logprobs_T for sample in policy.annotate(batch, Needs(old_logprobs=True)).samples)
+    (before, _) = (sample.old_logprobs_T for sample in policy.compute_logprobs(batch, Needs(old_logprobs=True)).samples)
     spans = spans_of(groups[0])
     for turn in range(1, TURNS):
         kind = type("Other", (Exchanged,), {"exchanged": turn})
@@ -131,7 +131,7 @@ def test_the_picture_after_a_turn_moves_what_follows_and_nothing_before(pair: Pa
         images = list(first.images)
         images[turn - 1] = other[0].episodes[0].tokens[turn].observation.images[0]
         changed = replace(batch.groups[0], samples=(replace(first, images=tuple(images)), batch.groups[0].samples[1]))
-        scored = policy.annotate(Batch(groups=(changed,)), Needs(old_logprobs=True)).samples[0].old_logprobs_T
+        scored = policy.compute_logprobs(Batch(groups=(changed,)), Needs(old_logprobs=True)).samples[0].old_logprobs_T
         moved = np.abs(scored - before)
         assert moved[: spans[turn][0]].max() <= 1e-6, "a token before the picture"
         assert all(moved[start:end].max() > TOLERANCE for start, end in spans[turn:]), "a turn after the picture"

@@ -30,8 +30,8 @@ from tests.rollout.two_turns import (
     LooksTwice,
     assert_same_turns,
     batch_of,
-    drawn,
     environment,
+    sampled,
     whole_logprobs,
 )
 from tests.tiny_models import FAMILIES, renderer, tiny
@@ -44,12 +44,12 @@ TOLERANCE = 1e-5
 def test_logprobs_of_all_turns_equal_transformers_on_the_whole_conversation(family: str, cache: str) -> None:
     parts = tiny(family)
     engine = make_engine(parts, cache=cache, **({"page_tokens": 16} if cache == "paged" else {}))
-    groups = drawn(parts, engine)
+    groups = sampled(parts, engine)
     samples = batch_of(groups).samples
     assert all(len(sample.images) == 2 and len(sample.completion_ids) == 3 for sample in samples)
     episodes = [episode for group in groups for episode in group.episodes]
     assert [episode.num_action_tokens for episode in episodes] == [sample.num_actions for sample in samples]
-    trained = make_policy(parts).annotate(batch_of(groups), Needs(old_logprobs=True))
+    trained = make_policy(parts).compute_logprobs(batch_of(groups), Needs(old_logprobs=True))
     with torch.no_grad():
         expected = whole_logprobs(parts, batch_of(groups))
     for sample, reference, scored in zip(samples, expected, trained.samples, strict=True):
@@ -72,7 +72,7 @@ class AnswersOfATool(LooksTwice):
 def test_pictures_of_later_turns_are_read_in_their_places(kind: type[LooksTwice], family: str) -> None:
     """As many pads as the pictures have tokens, transformers' log-probs, and not those with two pictures exchanged."""
     parts = tiny(family)
-    groups = drawn(parts, make_engine(parts), asked=environment(kind))
+    groups = sampled(parts, make_engine(parts), asked=environment(kind))
     batch = batch_of(groups)
     for group in batch.groups:
         for sample in group.samples:
@@ -92,7 +92,7 @@ def test_pictures_of_later_turns_are_read_in_their_places(kind: type[LooksTwice]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_equal_transformers_on_whole_conversations(family: str) -> None:
     parts = tiny(family)
-    groups = drawn(parts, make_engine(parts))
+    groups = sampled(parts, make_engine(parts))
     batch = batch_of(groups)
     policy = make_policy(parts, lr_warmup_steps=0)
     # on-policy: the gradient of the loss is that of - weight * advantage * log-prob, summed over actions
@@ -118,7 +118,7 @@ def test_kept_keys_are_not_prefilled_again(monkeypatch: pytest.MonkeyPatch) -> N
         return part(self, start, end)
 
     monkeypatch.setattr(PrefillRow, "part", counted)
-    groups = drawn(parts, engine)
+    groups = sampled(parts, engine)
     turns = [turn for group in groups for episode in group.episodes for turn in episode.tokens[1:]]
     prompts = sum(group.prompt.num_tokens for group in groups)
     assert sum(prefilled) == prompts + sum(turn.observation.num_tokens + 1 for turn in turns)
@@ -127,7 +127,7 @@ def test_kept_keys_are_not_prefilled_again(monkeypatch: pytest.MonkeyPatch) -> N
 def test_requests_that_wait_or_run_hold_no_keys_beyond_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of an evicted turn are freed, though a request that continues it waits."""
     parts = tiny("qwen3_vl")
-    roomy = drawn(parts, make_engine(parts))
+    roomy = sampled(parts, make_engine(parts))
     longest = max(
         g.prompt.num_tokens + sum(t.observation.num_tokens + len(t.completion.token_ids_T) for t in e.tokens)
         for g in roomy
@@ -149,7 +149,7 @@ def test_requests_that_wait_or_run_hold_no_keys_beyond_the_budget(monkeypatch: p
 
     monkeypatch.setattr(PagedCache, "copy_row", noted)
     monkeypatch.setattr(DecodeBatch, "step", stepped)
-    assert_same_turns(roomy, drawn(parts, engine))
+    assert_same_turns(roomy, sampled(parts, engine))
     assert 0 < max(held) <= 2 * longest
 
 
@@ -159,7 +159,7 @@ def test_without_kept_keys_the_same_is_drawn(monkeypatch: pytest.MonkeyPatch) ->
     keeps, forgets = make_engine(parts), make_engine(parts)
     generate = forgets.generate
     forgets.generate = lambda request: generate(replace(request, keep=False, continues=None))  # type: ignore[method-assign]
-    assert_same_turns(drawn(parts, keeps), drawn(parts, forgets))
+    assert_same_turns(sampled(parts, keeps), sampled(parts, forgets))
 
 
 @pytest.mark.parametrize("stopped", [True, False])
@@ -184,7 +184,7 @@ def test_an_observation_is_what_the_template_writes_between_two_answers(stopped:
 
 def test_the_plain_path_gives_the_same_logprobs_for_later_turns() -> None:
     parts = tiny("qwen3_vl")
-    groups = drawn(parts, make_engine(parts))
+    groups = sampled(parts, make_engine(parts))
     batch = batch_of(groups)
     plain = PlainVLM(tiny("qwen3_vl").network, parts.processor.banned_ids)
     vlms = (VLM(parts.network, parts.processor.banned_ids), plain)

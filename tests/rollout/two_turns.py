@@ -1,4 +1,4 @@
-"""Episodes of two turns, drawn by an embedded engine, and a batch of them."""
+"""Episodes of two turns, sampled by an embedded engine, and a batch of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def environment(kind: type[LooksTwice] = LooksTwice) -> LooksTwice:
     return kind(ShapesZoomEnvironment(train_size=8), seed=0)
 
 
-def drawn(
+def sampled(
     parts: TinyParts,
     engine: Engine,
     *,
@@ -78,12 +78,12 @@ def assert_same_turns(groups: Sequence[Group], others: Sequence[Group], atol: fl
 
 def assert_drawn_and_scored_alike(fast: TinyParts, plain: TinyParts) -> None:
     """Turns with images, on the fast path and on the plain one, which computes each from the whole conversation."""
-    groups, twins = drawn(fast, make_engine(fast)), drawn(plain, plain_engine(plain))  # type: ignore[arg-type]
+    groups, twins = sampled(fast, make_engine(fast)), sampled(plain, plain_engine(plain))  # type: ignore[arg-type]
     assert_same_turns(groups, twins)
     batch, scored = batch_of(groups), []
     for model in (VLM(fast.network, fast.processor.banned_ids), PlainVLM(plain.network, plain.processor.banned_ids)):
         policy = policy_on(model, train_settings(), temperature=TEMPERATURE)
-        scored.append(policy.annotate(batch, Needs(old_logprobs=True)))
+        scored.append(policy.compute_logprobs(batch, Needs(old_logprobs=True)))
     for one, other in zip(scored[0].samples, scored[1].samples, strict=True):
         assert one.old_logprobs_T is not None
         assert len(one.images) == 2

@@ -24,11 +24,11 @@ from fovea.models.vlm import VLM
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.outputs import Drawn, Sampled, completions
-from fovea.run.context import RolloutGap, Run
-from fovea.run.parity_faults import TakenPush
+from fovea.run.context import RolloutMismatch, Run
+from fovea.run.parity_faults import TakenSync
 from fovea.train.local import LocalPolicy
 from fovea.types import Completion, Prompt, PromptImage, Request, Sample, SampleGroup, Shape
-from fovea.weights.push import WeightPusher
+from fovea.weights.sync import WeightSender
 from tests.records import all_actions, text_prompt
 from tests.runs import untimed
 from tests.wiring.small import run_of
@@ -45,19 +45,19 @@ SETTINGS: dict[str, object] = {
 
 @dataclass
 class Copying:
-    """A sink that copies all weights, and says so of pushes that it loses too."""
+    """A sink that copies all weights, and says so of weight syncs that it loses too."""
 
     engine: EmbeddedEngine
     lost_from: int
     has_weights = False
 
-    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+    def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
         self.copies: dict[str, Tensor] = {}
 
-    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         self.copies |= {name: weight.clone() for name, weight in bucket}
 
-    def finish_push(self, version: int) -> None:
+    def finish_sync(self, version: int) -> None:
         if version < self.lost_from:
             self.engine.load_weights(self.copies, version)
 
@@ -67,7 +67,7 @@ def copying_run(folder: Path, *, lost_from: int = 99, **settings: object) -> Run
     assert isinstance(run.engine, EmbeddedEngine)
     assert isinstance(run.policy, LocalPolicy)
     sink = Copying(run.engine, lost_from)
-    return replace(run, weight_sync=WeightPusher(run.policy.trained.outgoing, [sink]))
+    return replace(run, weight_sync=WeightSender(run.policy.trained.weights_to_sync, [sink]))
 
 
 Change = Callable[[Prompt, bool], Prompt]
@@ -182,22 +182,24 @@ def test_an_engine_that_reports_another_prompt_stops_the_run_at_its_first_reques
     assert not read_metrics(tmp_path)
 
 
-def test_a_run_with_copies_is_checked_at_each_push_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_run_with_copies_is_checked_at_each_weight_sync_and_left_as_it_is(tmp_path: Path) -> None:
     shared, copied = tmp_path / "shared", tmp_path / "copied"
     loop.train(run_of(shared, **SETTINGS))
     run = copying_run(copied)
     loop.train(run)
-    assert run.taken_push.version == 3, "each push was told from the one before"
+    assert run.taken_sync.version == 3, "each weight sync was told from the one before"
     assert all("seconds/parity" in row for row in read_metrics(copied))
     assert not any("seconds/parity" in row for row in read_metrics(shared))
-    about_pushes = {"transfer/weights_mib", "weights_checksum"}
-    rows = [[{k: v for k, v in row.items() if k not in about_pushes} for row in untimed(f)] for f in (shared, copied)]
+    about_syncs = {"transfer/weights_mib", "weights_checksum"}
+    rows = [[{k: v for k, v in row.items() if k not in about_syncs} for row in untimed(f)] for f in (shared, copied)]
     assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("lost_from", [1, 2])
-def test_a_push_that_the_engine_lost_is_named(lost_from: int, tmp_path: Path) -> None:
-    named = rf"(?s)after the push of version {lost_from}, .*this fault: the weights of version {lost_from - 1} \("
+def test_a_weight_sync_that_the_engine_lost_is_named(lost_from: int, tmp_path: Path) -> None:
+    named = (
+        rf"(?s)after the weight sync of version {lost_from}, .*this fault: the weights of version {lost_from - 1} \("
+    )
     with pytest.raises(ParityError, match=named):
         loop.train(copying_run(tmp_path, lost_from=lost_from))
 
@@ -217,10 +219,10 @@ def group_of(*completions: tuple[list[int], list[float]]) -> SampleGroup:
 
 
 def test_tokens_are_compared_as_far_as_both_draws_are_equal() -> None:
-    push = TakenPush()
-    push.remember(7, [group_of(([1, 2, 3], [0, 0, 0]), ([4], [0]))], [np.float32([-1, -2, -3, -4])])
+    sync = TakenSync()
+    sync.remember(7, [group_of(([1, 2, 3], [0, 0, 0]), ([4], [0]))], [np.float32([-1, -2, -3, -4])])
     later = group_of(([1, 2, 9, 9], [-0.1, -0.2, -0.3, -0.4]), ([5, 6], [-0.5, -0.6]))
-    ((engine_A, sound_A, stale_A),) = push.beside([later], [np.float32([-11, -12, -13, -14, -15, -16])])
+    ((engine_A, sound_A, stale_A),) = sync.beside([later], [np.float32([-11, -12, -13, -14, -15, -16])])
     assert engine_A.tolist() == pytest.approx([-0.1, -0.2])
     assert sound_A.tolist() == [-11, -12]
     assert stale_A.tolist() == [-1, -2]
@@ -250,7 +252,9 @@ def test_images_that_only_rollouts_ahead_lose_stop_the_run_at_that_step(tmp_path
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
 
-def test_features_kept_over_a_push_stop_the_run_at_that_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_kept_over_a_weight_sync_stop_the_run_at_that_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own, kept = VLM.rollout_features, dict[str, ImageFeatures]()
 
     def features(vlm: VLM, images: Sequence[PromptImage]) -> list[ImageFeatures]:
@@ -259,7 +263,7 @@ def test_features_kept_over_a_push_stop_the_run_at_that_step(tmp_path: Path, mon
         return [kept[image.key] for image in images]
 
     monkeypatch.setattr(VLM, "rollout_features", features)
-    with pytest.raises(ParityError, match=r"after the push of version 1, .*keeps features of images from older"):
+    with pytest.raises(ParityError, match=r"after the weight sync of version 1, .*keeps features of images from older"):
         loop.train(copying_run(tmp_path))
     assert not read_metrics(tmp_path)
 
@@ -268,19 +272,19 @@ def test_log_probs_that_training_has_moved_are_no_fault(tmp_path: Path) -> None:
     """Weights one step old, at a high learning rate: the run warns and goes on."""
     run = copying_run(tmp_path, algorithm=OF_THE_ENGINE, train={"learning_rate": 2e-2})
     loop_async.train(one_step_behind(run))
-    gaps = [row["rollout_train_abs/trained"] for row in read_metrics(tmp_path)]
-    assert max(gaps) > 0.2, "beyond the limit of two versions"
+    mismatches = [row["mismatch_trained/abs"] for row in read_metrics(tmp_path)]
+    assert max(mismatches) > 0.2, "beyond the limit of two versions"
     assert "No known fault explains it" in (tmp_path / "console.txt").read_text()
-    assert len(gaps) == 3
+    assert len(mismatches) == 3
 
 
 def test_a_difference_that_no_fault_explains_is_looked_at_again_when_it_has_doubled() -> None:
-    gap = RolloutGap()
-    assert [gap.allowed(0.1, staleness=staleness) for staleness in (0, 1)] == pytest.approx([0.1, 0.2])
-    gap.explained(0.3, staleness=1)
-    assert [gap.allowed(0.1, staleness=staleness) for staleness in (0, 1)] == pytest.approx([0.3, 0.6])
-    gap.explained(0.1, staleness=0)
-    assert gap.allowed(0.1, staleness=0) == pytest.approx(0.3)
+    mismatch = RolloutMismatch()
+    assert [mismatch.allowed(0.1, staleness=staleness) for staleness in (0, 1)] == pytest.approx([0.1, 0.2])
+    mismatch.explained(0.3, staleness=1)
+    assert [mismatch.allowed(0.1, staleness=staleness) for staleness in (0, 1)] == pytest.approx([0.3, 0.6])
+    mismatch.explained(0.1, staleness=0)
+    assert mismatch.allowed(0.1, staleness=0) == pytest.approx(0.3)
 
 
 @dataclass
@@ -288,7 +292,7 @@ class Noisy:
     """An engine whose log-probs are off by so much after the first step, this way and that."""
 
     run: Run
-    gap: float
+    mismatch: float
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.run.engine, name)
@@ -297,16 +301,16 @@ class Noisy:
         drawn = await self.run.engine.generate(request)
         if request.id.split("/")[1] in ("parity", "0"):
             return drawn
-        noise = np.float32([-self.gap, self.gap])
+        noise = np.float32([-self.mismatch, self.mismatch])
         return [replace(each, logprobs_T=each.logprobs_T + np.resize(noise, len(each.logprobs_T))) for each in drawn]
 
 
-@pytest.mark.parametrize(("gap", "is_stopped"), [(0.15, False), (0.6, True)])
+@pytest.mark.parametrize(("mismatch", "is_stopped"), [(0.15, False), (0.6, True)])
 def test_inexact_log_probs_of_the_same_weights_stop_a_run_only_far_beyond_the_limit(
-    gap: float, is_stopped: bool, tmp_path: Path
+    mismatch: float, is_stopped: bool, tmp_path: Path
 ) -> None:
     run = run_of(tmp_path, **SETTINGS)
-    noisy = replace(run, engine=cast("Engine", Noisy(run, gap)))
+    noisy = replace(run, engine=cast("Engine", Noisy(run, mismatch)))
     with pytest.raises(ParityError, match=r"step 2: .*by 0\.6") if is_stopped else nullcontext():
         loop.train(noisy)
     assert len(read_metrics(tmp_path)) == (1 if is_stopped else 3)

@@ -79,7 +79,7 @@ def test_an_engine_that_draws_at_another_temperature_is_found(tmp_path: Path, mo
 
 def test_log_probs_of_older_weights_are_no_finding() -> None:
     steps, differing = (1.0, 2.0), (0.3, 0.4)
-    columns = {"rollout_train_abs": (steps, differing)}
+    columns = {"mismatch/abs": (steps, differing)}
     causes = [
         [each.cause for each in find(columns | {"staleness/max": (steps, (0.0, newest))}, {})] for newest in (0.0, 1.0)
     ]

@@ -50,7 +50,7 @@ async def begun(run: Run) -> TrainState:
 
 def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    wait_for(run.weight_sync.push(0))
+    wait_for(run.weight_sync.sync(0))
     true = {task.id: np.asarray(task.images[0].source) for task in run.sources.test.tasks}
 
     async def evaluate(source: PromptSource, size: int | None = None, *_: object) -> Evaluation:
@@ -71,7 +71,7 @@ def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) ->
 def test_pictures_of_held_out_rows_never_end_a_run(stored: str, tmp_path: Path) -> None:
     """One image cannot be opened again, and an earlier file may be damaged."""
     run = run_of(tmp_path)
-    wait_for(run.weight_sync.push(0))
+    wait_for(run.weight_sync.sync(0))
     threads = set[int]()
 
     def open_image(reference: ImageRef) -> Image:

@@ -23,7 +23,7 @@ from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.run.parity import read_parity
 from fovea.run.parity_faults import usable_prompts, without_images
-from fovea.run.parity_reading import FLOOR_FRAC, parity_failure
+from fovea.run.parity_result import FLOOR_FRAC, parity_failure
 from fovea.train.base import SftExample
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
@@ -91,7 +91,7 @@ def test_a_sound_model_passes_with_and_without_images(family: str, tmp_path: Pat
 
 def test_the_gate_is_as_large_as_is_said(tmp_path: Path) -> None:
     run = run_of(tmp_path, parity={"prompts": 2}, rollout={"max_new_tokens": 40})
-    wait_for(run.weight_sync.push(0))
+    wait_for(run.weight_sync.sync(0))
     for kind in wait_for(read_parity(run, 0)).kinds:
         assert kind.prompts == 2
         assert kind.tokens <= 2 * 2 * 32
@@ -145,7 +145,7 @@ def test_positions_of_words_fail_where_the_mean_would_let_them_pass(
     warmup = {"max_steps": 1, "learning_rate": 3e-3, "lr_warmup_steps": 0}
     run = run_of(tmp_path, model={"tiny": {"family": family}}, rollout={"max_new_tokens": 12}, warmup=warmup)
     assert train_on_the_gates_rows(run) < 0.3
-    wait_for(run.weight_sync.push(0))
+    wait_for(run.weight_sync.sync(0))
     sound = wait_for(read_parity(run, 0))
     assert sound.passed
     assert sound.worst.mean_abs < ROUNDING
@@ -161,10 +161,10 @@ def test_positions_of_words_fail_where_the_mean_would_let_them_pass(
 
 def test_faults_of_positions_cannot_be_told_on_the_plain_path(tmp_path: Path) -> None:
     run = run_of(tmp_path, model={"tiny": {}, "fast_path": "off"}, rollout={"max_new_tokens": 12})
-    wait_for(run.weight_sync.push(0))
-    reading = wait_for(read_parity(run, 0))
-    assert reading.passed
-    assert {fault.name for fault in reading.doubtful} == {"two of three M-RoPE rows dropped", "1-D positions"}
+    wait_for(run.weight_sync.sync(0))
+    result = wait_for(read_parity(run, 0))
+    assert result.passed
+    assert {fault.name for fault in result.doubtful} == {"two of three M-RoPE rows dropped", "1-D positions"}
 
 
 def test_int8_decoding_is_measured_as_it_decodes(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_bad_rows_are_left_for_the_run_to_find(tmp_path: Path) -> None:
         return render(task, messages)  # type: ignore[arg-type]
 
     source.render = render_but_the_first  # type: ignore[method-assign, assignment]
-    wait_for(run.weight_sync.push(0))
+    wait_for(run.weight_sync.sync(0))
     assert {kind.prompts for kind in wait_for(read_parity(run, 0)).kinds} == {4}
     assert not source.bad_rows
 

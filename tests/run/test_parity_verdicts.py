@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fovea.run.parity import kind_reading, summary_line
+from fovea.run.parity import kind_mismatch, summary_line
 from fovea.run.parity_faults import PromptKind
-from fovea.run.parity_reading import DrawnToken, FaultReading, Gap, KindReading, ParityReading, parity_failure
+from fovea.run.parity_result import FaultMismatch, KindMismatch, Mismatch, ParityResult, SampledToken, parity_failure
 from gym_tests.tables import table
 
 KINDS: tuple[PromptKind, PromptKind] = ("with images", "without images")
@@ -20,62 +20,64 @@ ONE_FAR_OFF = [-1.0] * 50, [-1.0] * 49 + [1.0]
 """A mean difference of 2 / 50 = 0.04, and a k3 of (e^2 - 2 - 1) / 50 = 0.0878."""
 
 
-def near(gap: float) -> tuple[list[float], list[float]]:
-    return [-1.0] * 50, [-1.0 + gap] * 50
+def near(mismatch: float) -> tuple[list[float], list[float]]:
+    return [-1.0] * 50, [-1.0 + mismatch] * 50
 
 
-def kind_of(kind: PromptKind, logprobs: tuple[Sequence[float], Sequence[float]]) -> KindReading:
-    """A reading of tokens by the engine's log-probs and the trainer's."""
+def kind_of(kind: PromptKind, logprobs: tuple[Sequence[float], Sequence[float]]) -> KindMismatch:
+    """A result of tokens by the engine's log-probs and the trainer's."""
     tokens = [
-        DrawnToken(row=kind, number=number, token_id=number, text=str(number), engine_logprob=a, trainer_logprob=b)
+        SampledToken(row=kind, number=number, token_id=number, text=str(number), engine_logprob=a, trainer_logprob=b)
         for number, (a, b) in enumerate(zip(*logprobs, strict=True), start=1)
     ]
-    return kind_reading(kind, 1, tokens)
+    return kind_mismatch(kind, 1, tokens)
 
 
 def reading_of(
-    *kinds: KindReading,
+    *kinds: KindMismatch,
     limit: float = 0.1,
     max_k3: float = 0.02,
     dtype: str = "bfloat16",
-    faults: Sequence[FaultReading] = (),
-) -> ParityReading:
-    return ParityReading(
+    faults: Sequence[FaultMismatch] = (),
+) -> ParityResult:
+    return ParityResult(
         model="m", engine="e", limit=limit, max_k3=max_k3, dtype=dtype, kinds=kinds, faults=tuple(faults)
     )
 
 
-def with_faults(images: float, text: float, *faults: FaultReading, dtype: str = "float32") -> ParityReading:
-    kinds = [kind_of(kind, near(gap)) for kind, gap in zip(KINDS, (images, text), strict=True)]
+def with_faults(images: float, text: float, *faults: FaultMismatch, dtype: str = "float32") -> ParityResult:
+    kinds = [kind_of(kind, near(mismatch)) for kind, mismatch in zip(KINDS, (images, text), strict=True)]
     return reading_of(*kinds, dtype=dtype, faults=faults)
 
 
 def fault_of(
     sound: float, faulty: float, votes: tuple[int, int] | None = None, name: str = "grey images"
-) -> FaultReading:
+) -> FaultMismatch:
     """A fault at these mean distances; `votes` are the tokens nearer to the sound trainer and to the fault.
 
     Without votes, all of 100 tokens are nearer to the smaller distance.
     """
-    gaps = [Gap.of([0.0], [gap]) for gap in (sound, faulty)]
+    mismatches = [Mismatch.of([0.0], [mismatch]) for mismatch in (sound, faulty)]
     nearer_sound, nearer_fault = votes or ((0, 100) if faulty < sound else (100, 0))
-    return FaultReading(name=name, sound=gaps[0], faulty=gaps[1], nearer_sound=nearer_sound, nearer_fault=nearer_fault)
+    return FaultMismatch(
+        name=name, sound=mismatches[0], faulty=mismatches[1], nearer_sound=nearer_sound, nearer_fault=nearer_fault
+    )
 
 
 def test_the_figures_are_those_of_all_tokens() -> None:
-    reading = kind_of("with images", ([-1.0, -2.0], [-1.5, -1.0]))
-    assert reading.mean_abs == pytest.approx((0.5 + 1.0) / 2)
+    result = kind_of("with images", ([-1.0, -2.0], [-1.5, -1.0]))
+    assert result.mean_abs == pytest.approx((0.5 + 1.0) / 2)
     # x = trainer - engine: e^-0.5 + 0.5 - 1 and e^1 - 1 - 1
-    assert reading.k3 == pytest.approx((0.1065307 + 0.7182818) / 2)
-    assert (reading.worst.number, reading.worst.gap) == (2, 1.0)
+    assert result.k3 == pytest.approx((0.1065307 + 0.7182818) / 2)
+    assert (result.worst.number, result.worst.mismatch) == (2, 1.0)
     assert kind_of("with images", ([-1.0, -2.0, -9.0], [-1.0, float("nan"), -1.0])).worst.number == 2
 
 
 @pytest.mark.parametrize("far", KINDS)
 def test_the_worst_of_both_kinds_is_named(far: PromptKind) -> None:
-    reading = reading_of(*(kind_of(kind, FAR if kind == far else near(0.01)) for kind in KINDS), max_k3=100)
-    assert not reading.passed
-    message = parity_failure(reading)
+    result = reading_of(*(kind_of(kind, FAR if kind == far else near(0.01)) for kind in KINDS), max_k3=100)
+    assert not result.passed
+    message = parity_failure(result)
     assert f"on prompts {far} the log-probs of the e engine and of the trainer differ by 0.675 on average" in message
     assert f"worst is token '2' (id 2), number 2 of a completion of {far}: -3.000 in the engine, -1.000 in" in message
     assert ("Without images they agree" in message) is (far == "with images")
@@ -85,21 +87,21 @@ def test_the_worst_of_both_kinds_is_named(far: PromptKind) -> None:
 @pytest.mark.parametrize(("limit", "verdict"), [(0.674, "differ"), (0.676, "agree")])
 def test_the_limit_is_on_the_worst_kind(limit: float, verdict: str, far: PromptKind) -> None:
     kinds = [kind_of(kind, FAR if kind == far else near(0.6)) for kind in KINDS]
-    reading = reading_of(*kinds, limit=limit, max_k3=100)
-    assert reading.passed is (verdict == "agree")
-    assert summary_line(reading) == f"engine and trainer {verdict} (0.7, limit {limit:g}; parity.json)"
+    result = reading_of(*kinds, limit=limit, max_k3=100)
+    assert result.passed is (verdict == "agree")
+    assert summary_line(result) == f"engine and trainer {verdict} (0.7, limit {limit:g}; parity.json)"
 
 
 @pytest.mark.parametrize("far", KINDS)
 def test_few_tokens_that_are_far_off_are_beyond_the_limit_of_k3(far: PromptKind) -> None:
-    reading = reading_of(*(kind_of(kind, ONE_FAR_OFF if kind == far else near(0.03)) for kind in KINDS))
-    assert reading.worst.mean_abs == pytest.approx(0.04)
-    assert not reading.passed
+    result = reading_of(*(kind_of(kind, ONE_FAR_OFF if kind == far else near(0.03)) for kind in KINDS))
+    assert result.worst.mean_abs == pytest.approx(0.04)
+    assert not result.passed
     assert (
         f"on prompts {far} the log-probs of the e engine and of the trainer have a k3 of 0.0878, and "
         "parity.max_abs_logprob_diff=0.1 stands for up to 0.02;"
-    ) in parity_failure(reading)
-    assert summary_line(reading).startswith(f"engine and trainer differ (on prompts {far} they have a k3 of 0.0878")
+    ) in parity_failure(result)
+    assert summary_line(result).startswith(f"engine and trainer differ (on prompts {far} they have a k3 of 0.0878")
 
 
 def test_a_k3_that_is_no_number_is_beyond_any_limit() -> None:
@@ -118,22 +120,22 @@ def test_a_k3_that_is_no_number_is_beyond_any_limit() -> None:
     ],
 )
 def test_images_may_not_be_much_worse_than_text(images: float, text: float, passed: bool) -> None:
-    reading = reading_of(kind_of("with images", near(images)), kind_of("without images", near(text)))
-    assert reading.passed is passed
+    result = reading_of(kind_of("with images", near(images)), kind_of("without images", near(text)))
+    assert result.passed is passed
     assert reading_of(kind_of("with images", near(images))).passed, "there is nothing to compare with"
     if not passed:
-        assert "differ by 0.079 on average, and by 1" in parity_failure(reading)
-        assert "Without images they agree" in parity_failure(reading)
+        assert "differ by 0.079 on average, and by 1" in parity_failure(result)
+        assert "Without images they agree" in parity_failure(result)
 
 
 def test_a_fault_is_read_token_by_token() -> None:
     engine, sound = np.float32([-1.0, -2.0, -3.0, -4.0]), np.float32([-1.5, -2.0, -3.0, -3.0])
     faulty = np.float32([-1.0, -2.0, -3.5, -4.25])
-    reading = FaultReading.of("f", [(engine[:1], sound[:1], faulty[:1]), (engine[1:], sound[1:], faulty[1:])])
-    assert reading.sound.mean_abs == pytest.approx((0.5 + 1.0) / 4)
-    assert reading.faulty.mean_abs == pytest.approx((0.5 + 0.25) / 4)
+    result = FaultMismatch.of("f", [(engine[:1], sound[:1], faulty[:1]), (engine[1:], sound[1:], faulty[1:])])
+    assert result.sound.mean_abs == pytest.approx((0.5 + 1.0) / 4)
+    assert result.faulty.mean_abs == pytest.approx((0.5 + 0.25) / 4)
     # nearer on the first and the last token, not on the third; the second is equal
-    assert (reading.nearer_sound, reading.nearer_fault) == (1, 2)
+    assert (result.nearer_sound, result.nearer_fault) == (1, 2)
 
 
 @table(
@@ -143,7 +145,7 @@ def test_a_fault_is_read_token_by_token() -> None:
         (0.01, 0.029, (100, 0), "cannot tell"),  # k3: 8 times
         (0.01, 0.031, (60, 40), "ruled out"),  # 2 standard deviations
         (0.01, 0.031, (59, 41), "cannot tell"),  # one token that is the mean
-        (0.01, 0.031, (1, 0), "ruled out"),  # after a push, whose tokens differ from the second on
+        (0.01, 0.031, (1, 0), "ruled out"),  # after a weight sync, whose tokens differ from the second on
         (0.01, 0.031, (2, 1), "cannot tell"),
         (0.031, 0.01, (0, 100), "found"),
         (0.029, 0.01, (0, 100), "cannot tell"),
@@ -161,9 +163,11 @@ def test_a_factor_of_three_and_most_tokens_decide(
 
 
 def test_k3_decides_where_few_tokens_differ() -> None:
-    fault = replace(fault_of(0.0, 1.0), sound=Gap(mean_abs=0.01, k3=0.001), faulty=Gap(mean_abs=0.02, k3=0.011))
+    fault = replace(
+        fault_of(0.0, 1.0), sound=Mismatch(mean_abs=0.01, k3=0.001), faulty=Mismatch(mean_abs=0.02, k3=0.011)
+    )
     assert fault.ruled_out
-    assert not replace(fault, faulty=Gap(mean_abs=0.02, k3=0.009)).ruled_out
+    assert not replace(fault, faulty=Mismatch(mean_abs=0.02, k3=0.009)).ruled_out
 
 
 @table(
@@ -179,10 +183,12 @@ def test_k3_decides_where_few_tokens_differ() -> None:
         ("bfloat16", 0.045, 0.03, fault_of(0.045, 0.05), True),
     ],
 )
-def test_the_floor_follows_the_dtype(dtype: str, images: float, text: float, fault: FaultReading, passed: bool) -> None:
-    reading = with_faults(images, text, fault, dtype=dtype)
-    assert reading.passed is passed
-    assert ("cannot tell: grey images" in summary_line(reading)) is (passed and not fault.ruled_out)
+def test_the_floor_follows_the_dtype(
+    dtype: str, images: float, text: float, fault: FaultMismatch, passed: bool
+) -> None:
+    result = with_faults(images, text, fault, dtype=dtype)
+    assert result.passed is passed
+    assert ("cannot tell: grey images" in summary_line(result)) is (passed and not fault.ruled_out)
 
 
 def test_the_error_names_the_nearest_fault() -> None:
@@ -203,9 +209,9 @@ def test_the_line_of_a_run_lists_what_it_cannot_tell() -> None:
     assert line == "engine and trainer agree (1e-06, limit 0.1; cannot tell: c, b; parity.json)"
 
 
-def test_few_tokens_after_a_push_are_judged_by_mean_and_stale_weights_only() -> None:
+def test_few_tokens_after_a_weight_sync_are_judged_by_mean_and_stale_weights_only() -> None:
     """Images that differ a little more than texts are the gate's to judge, by more prompts."""
-    reading = with_faults(0.03, 0.0, fault_of(0.03, 0.02, votes=(50, 60)), dtype="bfloat16")
-    assert not reading.passed
-    assert reading.push_violation is None
-    assert with_faults(0.0, 0.0, fault_of(0.3, 0.001)).push_violation is not None
+    result = with_faults(0.03, 0.0, fault_of(0.03, 0.02, votes=(50, 60)), dtype="bfloat16")
+    assert not result.passed
+    assert result.sync_violation is None
+    assert with_faults(0.0, 0.0, fault_of(0.3, 0.001)).sync_violation is not None

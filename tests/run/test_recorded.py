@@ -25,7 +25,7 @@ def test_a_record_has_what_the_update_makes_of_every_token(tmp_path: Path) -> No
         (turn,) = answer.turns
         assert turn.tokens is not None
         assert turn.text == answer.text
-        assert turn.version == 1, "the push after the first update"
+        assert turn.version == 1, "the weight sync after the first update"
         # the bandit's engine draws with the weights of its policy
         assert turn.tokens.trainer_logprobs == pytest.approx(turn.tokens.engine_logprobs, abs=2e-4)
         if turn.tokens.advantages:

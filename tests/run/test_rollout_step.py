@@ -34,7 +34,7 @@ def drawn(folder: Path, *, sure: float = 0.0, environment: BanditEnvironment | N
         run = replace(run, stream=replace(run.stream, environment=environment, grading=graded(environment)))
     wait_for(begin(run))
     run.policy.table[:] = sure * np.eye(4)  # type: ignore[attr-defined]
-    wait_for(run.weight_sync.push(0))
+    wait_for(run.weight_sync.sync(0))
     run.engine.seeds.clear()  # type: ignore[attr-defined]
     result = wait_for(roll_out(run.engine, run.stream, run.config, step=0, phases=run.phases))
     assert len(set(run.engine.seeds)) == len(result.groups), "no two groups are drawn with the same numbers"  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ def test_what_agrees_is_dropped_and_what_is_over_is_left_over(
     )
     environment = ByList(differ)
     run = replace(run, stream=replace(run.stream, environment=environment, grading=graded(environment)))
-    wait_for(run.weight_sync.push(0))
+    wait_for(run.weight_sync.sync(0))
     metrics = wait_for(roll_out(run.engine, run.stream, run.config, step=0, phases=run.phases)).metrics
     names = ("batches", "groups_dropped", "groups_left_over", "groups_missing")
     assert metrics == {f"dynamic_sampling/{name}": value for name, value in zip(names, expected, strict=True)}

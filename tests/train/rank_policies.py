@@ -92,18 +92,18 @@ class Driver:
         self.policy = policy
         self.here, self.there = Packing(), Packing()
 
-    def annotate(self, batch: Batch) -> Batch:
+    def compute_logprobs(self, batch: Batch) -> Batch:
         images_by_rank = self.policy.images_by_rank()
         needs = Needs.of(images_by_rank.schedule.algorithm)
-        images = images_by_rank.to_annotate(
+        images = images_by_rank.for_logprobs(
             batch,
             policy_passes=needs.old_logprobs or needs.values,
             reference_passes=needs.reference_logprobs,
             masked_passes=needs.masked_logprobs,
             beside_engine=needs.beside_engine,
         )
-        annotated = self.policy.annotate(self._arrived(batch, images), needs)
-        answer: Batch = self.here.unpack(self.there.pack(annotated))
+        with_logprobs = self.policy.compute_logprobs(self._arrived(batch, images), needs)
+        answer: Batch = self.here.unpack(self.there.pack(with_logprobs))
         return answer
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -126,7 +126,7 @@ def three_groups() -> Batch:
 
 def step(policy: TorchPolicy, batch: Batch, kl_coef: float = 0.05) -> dict[str, float]:
     driver, algorithm = Driver(policy), policy.images_by_rank().schedule.algorithm
-    batch, _ = with_advantages(driver.annotate(batch), algorithm, kl_coef)
+    batch, _ = with_advantages(driver.compute_logprobs(batch), algorithm, kl_coef)
     return driver.update(batch)
 
 

@@ -17,7 +17,7 @@ from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.types import Batch, Completion, Prompt, Sample, SampleGroup, Sampling
-from fovea.weights.push import SharedWeights
+from fovea.weights.sync import SharedWeights
 from fovea_gym.utils.event_loop import wait_for
 from tests.policies import gradients_and_metrics, optimizer_steps, policy_on
 from tests.records import sample_of
@@ -56,7 +56,7 @@ class Pair:
         self.policy = policy_on(self.vlm, train_values, algorithm, temperature=TEMPERATURE, tape=self.tape)
         self.weight_sync = SharedWeights(self.engine)
         self.policy.update(Batch(groups=()))  # step 0 is a plain one
-        wait_for(self.weight_sync.push(0))
+        wait_for(self.weight_sync.sync(0))
         self.prompts = mixed_prompts(parts)
 
     def rollout(self, max_new_tokens: int = 9, n: int = 3, **sampling: object) -> list[Sequence[Completion]]:

@@ -100,13 +100,13 @@ def test_each_minibatch_waits_twice() -> None:
 def test_an_update_of_ppo_waits_for_a_second_norm(separate: bool) -> None:
     policy = ppo_on_meta(separate=separate)
     scores = Needs(old_logprobs=True, values=True)
-    assert sum(waits(lambda: policy.annotate(scored_batch(), scores)).values()) == 2, "log-probs, and values"
+    assert sum(waits(lambda: policy.compute_logprobs(scored_batch(), scores)).values()) == 2, "log-probs, and values"
     assert sum(waits(lambda: policy.update(scored_batch())).values()) == 3, "sums of the passes, and two norms"
 
 
 def test_scoring_waits_once_and_a_step_of_the_warm_up_once() -> None:
     policy, batch = policy_on_meta(warmup=Warmup()), make_batch(tiny(FAMILY))
-    assert sum(waits(lambda: policy.annotate(batch, Needs(old_logprobs=True))).values()) == 1
+    assert sum(waits(lambda: policy.compute_logprobs(batch, Needs(old_logprobs=True))).values()) == 1
     pairs = [
         SftExample(prompt=group.prompt, answer_ids=group.samples[0].token_ids_T.tolist()) for group in batch.groups
     ]

@@ -75,7 +75,7 @@ def test_log_probs_of_a_pass_before_the_update_are_compared_with_the_engines(set
     """Not those of the first epoch, which are of other weights from its second minibatch on."""
     policy, batch = policy_of_epochs(**settings), make_batch(tiny("qwen3_vl"))
     given = [logprobs_T - 1 for logprobs_T in policy.logprobs(batch)]
-    found = policy.update(with_old_logprobs(batch, given))["rollout_train_k1/trained"]
+    found = policy.update(with_old_logprobs(batch, given))["mismatch_trained/k1"]
     engines = np.concatenate([sample.rollout_logprobs_T for sample in batch.samples])
     assert found == pytest.approx(float((engines - np.concatenate(given)).mean()), rel=1e-5)
 

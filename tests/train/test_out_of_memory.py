@@ -205,7 +205,7 @@ def test_a_policy_scores_one_group_at_a_time_beside_an_engine(monkeypatch: pytes
     for beside_engine in (False, True):
         rows.append(0)
         needs = Needs(old_logprobs=True, beside_engine=beside_engine)
-        found.append([sample.old_logprobs_T for sample in policy.annotate(batch, needs).samples])
+        found.append([sample.old_logprobs_T for sample in policy.compute_logprobs(batch, needs).samples])
     assert rows == [1, len(batch.groups)]
     for together, apart in zip(*found, strict=True):
         np.testing.assert_allclose(together, apart, atol=1e-5)

@@ -14,7 +14,7 @@ from fovea.train.update import TrainedPolicy
 
 
 def test_each_call_is_a_method_of_a_process_with_the_same_signature() -> None:
-    assert {"annotate", "update", "save", "export"} <= CALLS
+    assert {"compute_logprobs", "update", "save", "export"} <= CALLS
     for name in CALLS:
         assert inspect.signature(getattr(TrainedPolicy, name)) == inspect.signature(getattr(Policy, name)), name
 
@@ -30,6 +30,6 @@ def test_what_a_forwarder_writes_out_has_the_signature_of_the_policy(forwards: t
 
 @pytest.mark.parametrize("forwards", [LocalPolicy, lambda policy: WorkersPolicy(policy, cast(Any, None))])
 def test_nothing_else_is_forwarded(forwards: Any) -> None:
-    for name in ("logprobs", "_optimizers", "outgoing", "sfft"):
+    for name in ("logprobs", "_optimizers", "weights_to_sync", "sfft"):
         with pytest.raises(AttributeError, match=f"a policy has no call {name}"):
             getattr(forwards(cast(Any, None)), name)

@@ -172,7 +172,7 @@ def image_bytes(ranks: Ranks) -> Found:
         # no group is split, as its images would go to several ranks
         train = {"max_tokens_per_microbatch": 500}
         driver = Driver(policy_of(ranks, algorithm, model={"freeze_vision_tower": True}, train=train))
-        batch, _ = with_advantages(driver.annotate(three_groups()), Algorithm.model_validate(algorithm), 0.05)
+        batch, _ = with_advantages(driver.compute_logprobs(three_groups()), Algorithm.model_validate(algorithm), 0.05)
         scored = driver.here.image_bytes
         driver.update(batch)
         found[name] = [scored, driver.here.image_bytes]

@@ -14,10 +14,10 @@ import pytest
 
 from fovea.train.ranks import ALONE, Ranks
 from fovea.types import Batch
+from tests.augmentations import MASK
 from tests.process_ranks import found_by_ranks
 from tests.tiny_models import mixed_prompts, tiny
 from tests.train.rank_policies import STEPS, Found, assert_as_one_process, batch_of, checksum, policy_of, step
-from tests.views import MASK
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -29,8 +29,8 @@ FROZEN = {"freeze_vision_tower": True}
 PROJECTOR = {"freeze_vision_tower": True, "freeze_projector": False}
 TOWER = {"freeze_projector": True}
 LORA = {"lora": {"rank": 4}}
-PAPO = {"views": {"name": "papo", "coef": 0.3}}
-VPPO = {"views": {"name": "vppo"}}
+PAPO = {"augmentation": {"name": "papo", "coef": 0.3}}
+VPPO = {"augmentation": {"name": "vppo"}}
 BOTH_VIEWS = {"max_tokens_per_microbatch": 150}
 
 

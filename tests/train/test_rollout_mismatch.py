@@ -19,7 +19,7 @@ from tests.records import PROMPT, floats, sample_of
 from tests.reference import reference_logprobs
 from tests.tiny_models import tiny
 
-TRAINED = "rollout_train_kl/trained"
+TRAINED = "mismatch_trained/kl"
 
 
 def split(batch: Batch) -> Batch:
@@ -50,28 +50,28 @@ def test_a_step_is_compared_in_all_its_tokens() -> None:
     parts, batch = tiny("qwen3_vl"), split(make_batch(tiny("qwen3_vl")))
     every, some = differences(parts, (*batch.groups, *batch.left_out)), differences(parts, batch.groups)
     metrics = make_policy(parts).update(batch)
-    assert metrics["rollout_train_k1"] == pytest.approx(every.mean(), rel=1e-4)
-    assert metrics["rollout_train_kl"] == pytest.approx(k3(every), rel=1e-4)
-    assert metrics["rollout_train_abs"] == pytest.approx(np.abs(every).mean(), rel=1e-4)
-    assert metrics["rollout_train_max"] == pytest.approx(np.abs(every).max(), rel=1e-4)
-    assert metrics[TRAINED] == pytest.approx(k3(some), rel=1e-4) != metrics["rollout_train_kl"]
-    assert metrics["rollout_train_abs/trained"] == pytest.approx(np.abs(some).mean(), rel=1e-4)
+    assert metrics["mismatch/k1"] == pytest.approx(every.mean(), rel=1e-4)
+    assert metrics["mismatch/kl"] == pytest.approx(k3(every), rel=1e-4)
+    assert metrics["mismatch/abs"] == pytest.approx(np.abs(every).mean(), rel=1e-4)
+    assert metrics["mismatch/max"] == pytest.approx(np.abs(every).max(), rel=1e-4)
+    assert metrics[TRAINED] == pytest.approx(k3(some), rel=1e-4) != metrics["mismatch/kl"]
+    assert metrics["mismatch_trained/abs"] == pytest.approx(np.abs(some).mean(), rel=1e-4)
 
 
 def test_a_step_without_any_signal_is_compared_too() -> None:
     batch = make_batch(tiny("qwen3_vl"))
     metrics = make_policy(tiny("qwen3_vl")).update(Batch(groups=(), left_out=batch.groups))
     assert metrics["actions_trained"] == 0
-    assert metrics["rollout_train_abs"] > 0
+    assert metrics["mismatch/abs"] > 0
 
 
 def test_between_plain_steps_only_what_is_scored_anyway_is_compared() -> None:
     batch = make_batch(tiny("qwen3_vl"))
     policy = make_policy(tiny("qwen3_vl"), plain_update_every_steps=2)
     first, second, third = updates(policy, split(batch), 3)
-    assert ["rollout_train_kl" in metrics for metrics in (first, second, third)] == [True, False, True]
+    assert ["mismatch/kl" in metrics for metrics in (first, second, third)] == [True, False, True]
     assert all(TRAINED in metrics for metrics in (first, second, third))
-    assert "rollout_train_kl" in policy.update(batch), "nothing was left out, so that all log-probs are at hand"
+    assert "mismatch/kl" in policy.update(batch), "nothing was left out, so that all log-probs are at hand"
 
 
 def test_later_epochs_cut_the_step_into_other_minibatches() -> None:
@@ -104,10 +104,10 @@ def test_numbers_by_hand(sign: int) -> None:
     found = mismatch([group(floats(-1 + off[0], -3 + off[1])), group(floats(-2 + off[2]))], old)
     assert found == pytest.approx(
         {
-            "rollout_train_k1": sign * -1.2 / 3,
-            "rollout_train_kl": sum(exp(-x) + x - 1 for x in off) / 3,
-            "rollout_train_abs": 2.8 / 3,
-            "rollout_train_max": 2.0,
+            "mismatch/k1": sign * -1.2 / 3,
+            "mismatch/kl": sum(exp(-x) + x - 1 for x in off) / 3,
+            "mismatch/abs": 2.8 / 3,
+            "mismatch/max": 2.0,
         },
         rel=1e-5,
     )

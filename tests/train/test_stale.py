@@ -73,7 +73,7 @@ def test_a_stale_token_counts_as_much_more_as_it_has_become_more_probable(miniba
     drawn = with_engine_logprobs(parts, make_batch(parts))
     policy.update(drawn)
     # the pass before an update of several steps is one over the newest weights, too
-    stale = policy.annotate(drawn, Needs.of(algorithm))
+    stale = policy.compute_logprobs(drawn, Needs.of(algorithm))
     expected = expected_gradient(parts, stale, weighed_loss)
     ratios = torch.cat([torch.from_numpy(s.rollout_logprobs_T) for s in drawn.samples])
     assert (torch.cat(list(map(torch.from_numpy, policy.logprobs(drawn)))) - ratios).abs().mean() > 0.05, "stale"
@@ -92,4 +92,4 @@ def test_a_ratio_to_the_engine_is_clipped_for_what_older_weights_and_the_update_
     assert largest_relative_difference(unclipped, expected) > 0.05, "clipped"
     assert largest_relative_difference(expected, update_gradients(policy, stale)) < GRADIENT_TOLERANCE
     metrics = policy.update(stale)
-    assert metrics["rollout_train_abs/trained"] > 0.01, "still the engine against the trainer"
+    assert metrics["mismatch_trained/abs"] > 0.01, "still the engine against the trainer"

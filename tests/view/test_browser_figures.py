@@ -117,7 +117,7 @@ def test_no_line_crosses_missing_steps_and_rounding_has_no_curve(browser: Browse
     with MetricsLog([JsonlSink(folder)]) as metrics:
         for step in range(1, 13):
             missing = step in (4, 5, 7)
-            values = {} if missing else {"reward": 0.1 * step, "rollout_train_kl": 1e-14}
+            values = {} if missing else {"reward": 0.1 * step, "mismatch/kl": 1e-14}
             metrics.write(step, {"entropy": 1.0, "loss": 1.0} | values)
     spans = f"{LINE}.parentNode.querySelectorAll('polyline')"
     titles = "[...document.querySelectorAll('.metrics[open] .charts figcaption bdi')].map((each) => each.textContent)"

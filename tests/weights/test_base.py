@@ -1,4 +1,4 @@
-"""A push: names and shapes on both sides, copies that arrive bit for bit, what is copied, and waits for the device."""
+"""A weight sync: names and shapes on both sides, copies that arrive bit for bit, what is copied, and waits for the device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.errors import EngineError
-from fovea.models.outgoing import OutgoingWeight
 from fovea.models.trainable import choose_trainable
+from fovea.models.weights_to_sync import WeightToSync
 from fovea.types import Sampling, Shape, Weights
-from fovea.weights.base import SyncReport, WeightSink
-from fovea.weights.push import NetworkCopy, SharedWeights, WeightPusher
+from fovea.weights.base import SyncReport, WeightReceiver
+from fovea.weights.sync import NetworkCopy, SharedWeights, WeightSender
 from fovea_gym.utils.event_loop import wait_for
 from tests.meta_device import META, NoPageableCopies
 from tests.policies import make_batch, make_policy
@@ -37,37 +37,37 @@ class Engine:
         self.own, self.version = dict(weights), version
 
 
-def pusher(sink: WeightSink, trained: str = "ab") -> WeightPusher:
+def sender(receiver: WeightReceiver, trained: str = "ab") -> WeightSender:
     tensors = {"a": torch.linspace(0, 1, 4), "b": torch.arange(3.0)}
-    weights = [OutgoingWeight(name=name, parameter=x.requires_grad_(name in trained)) for name, x in tensors.items()]
-    return WeightPusher(lambda: weights, [sink])
+    weights = [WeightToSync(name=name, parameter=x.requires_grad_(name in trained)) for name, x in tensors.items()]
+    return WeightSender(lambda: weights, [receiver])
 
 
 def test_copies_are_counted_and_carry_the_version() -> None:
     engine = Engine(a=torch.zeros(4, dtype=torch.bfloat16), b=torch.zeros(3))
-    push = pusher(NetworkCopy(engine), trained="b")
+    sync = sender(NetworkCopy(engine), trained="b")
     for version, num_tensors, num_bytes in ((7, 2, 7 * 4), (8, 1, 3 * 4)):
-        report = wait_for(push.push(version))
+        report = wait_for(sync.sync(version))
         assert (report.version, report.num_tensors, report.bytes_copied) == (version, num_tensors, num_bytes)
         assert engine.version == version
     assert torch.equal(engine.own["a"], torch.linspace(0, 1, 4).bfloat16()), "of the engine's type"
 
 
 class LosesOne(NetworkCopy):
-    """A sink whose second push fails at its end."""
+    """A receiver whose second weight sync fails at its end."""
 
-    def finish_push(self, version: int) -> None:
-        super().finish_push(version)
+    def finish_sync(self, version: int) -> None:
+        super().finish_sync(version)
         if version == 1:
             raise EngineError("lost")
 
 
-def test_the_push_after_one_that_failed_brings_all_weights_again() -> None:
-    push = pusher(LosesOne(Engine(a=torch.zeros(4), b=torch.zeros(3))), trained="b")
-    assert wait_for(push.push(0)).num_tensors == 2
+def test_the_weight_sync_after_one_that_failed_brings_all_weights_again() -> None:
+    sync = sender(LosesOne(Engine(a=torch.zeros(4), b=torch.zeros(3))), trained="b")
+    assert wait_for(sync.sync(0)).num_tensors == 2
     with pytest.raises(EngineError, match="lost"):
-        wait_for(push.push(1))
-    assert [wait_for(push.push(version)).num_tensors for version in (2, 3)] == [2, 1]
+        wait_for(sync.sync(1))
+    assert [wait_for(sync.sync(version)).num_tensors for version in (2, 3)] == [2, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as sent", "converted"])
@@ -75,7 +75,7 @@ def test_a_weight_that_is_overwritten_on_arrival_is_named(dtype: torch.dtype) ->
     both = torch.zeros(4, dtype=dtype)
     engine = Engine(a=both, b=both[:3])
     with pytest.raises(EngineError, match="the weight a differs between trainer and engine after it was copied"):
-        wait_for(pusher(NetworkCopy(engine)).push(0))
+        wait_for(sender(NetworkCopy(engine)).sync(0))
     assert engine.version == -1, "not loaded"
 
 
@@ -91,7 +91,7 @@ def test_names_and_shapes_match_on_both_sides(names: str, shape: int, error: str
     own = {"a": torch.zeros(4), "b": torch.zeros(shape), "c": torch.zeros(1)}
     engine = Engine(**{name: own[name] for name in names})
     with pytest.raises(EngineError, match=error):
-        wait_for(pusher(NetworkCopy(engine)).push(0))
+        wait_for(sender(NetworkCopy(engine)).sync(0))
     assert engine.version == -1
 
 
@@ -103,11 +103,11 @@ def test_an_engine_on_its_policys_tensors_draws_with_the_new_weights_and_gets_no
     prompts, seeded = mixed_prompts(parts), [Sampling(max_new_tokens=4, seed=3)] * 3
     before = generate(engine, prompts, seeded, 2)
     policy.update(make_batch(parts))
-    report = wait_for(SharedWeights(engine).push(1))
+    report = wait_for(SharedWeights(engine).sync(1))
     assert report == SyncReport(version=1, num_tensors=0, bytes_copied=0)
     assert report.metrics() == {"transfer/weights_mib": 0.0}, "nothing was sent whose checksum two sides could compare"
     fresh = make_engine(parts)
-    wait_for(SharedWeights(fresh).push(1))
+    wait_for(SharedWeights(fresh).sync(1))
     after, expected = generate(engine, prompts, seeded, 2), generate(fresh, prompts, seeded, 2)
     assert {completion.version for group in after for completion in group} == {1}
     assert all(map(same, after, expected))
@@ -119,11 +119,11 @@ class Stream:
 
     has_weights = False
 
-    def begin_push(self, shapes: Mapping[str, Shape]) -> None: ...
+    def begin_sync(self, shapes: Mapping[str, Shape]) -> None: ...
 
-    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
+    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
 
-    def finish_push(self, version: int) -> None: ...
+    def finish_sync(self, version: int) -> None: ...
 
 
 @pytest.fixture
@@ -143,9 +143,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_engines_elsewhere_get_the_tensors_before_the_engine_beside_the_policy_the_version() -> None:
     """One learner that generates, and engines in other processes."""
     copy, beside = Engine(a=torch.zeros(4), b=torch.zeros(3)), Engine(a=torch.ones(4), b=torch.ones(3))
-    sync = SharedWeights(beside, pusher(NetworkCopy(copy), trained="b"))
+    sync = SharedWeights(beside, sender(NetworkCopy(copy), trained="b"))
     for version, num_tensors, num_bytes in ((0, 2, 7 * 4), (1, 1, 3 * 4)):
-        report = wait_for(sync.push(version))
+        report = wait_for(sync.sync(version))
         assert (report.num_tensors, report.bytes_copied) == (num_tensors, num_bytes)
         assert report.checksum is not None
         assert (copy.version, beside.version) == (version, version)
@@ -154,7 +154,7 @@ def test_engines_elsewhere_get_the_tensors_before_the_engine_beside_the_policy_t
 
 
 class Elsewhere(Stream):
-    """A sink of engines in other processes, which may be lost."""
+    """A receiver of engines in other processes, which may be lost."""
 
     left: Sequence[int] = (1, 2)
 
@@ -163,27 +163,27 @@ class Elsewhere(Stream):
 
 
 def test_an_engine_elsewhere_that_was_lost_is_left_out_beside_shared_weights() -> None:
-    sink = Elsewhere()
-    wait_for(SharedWeights(Engine(a=torch.zeros(1)), pusher(sink)).leave_out_lost([2]))
-    assert sink.left == [2]
+    receiver = Elsewhere()
+    wait_for(SharedWeights(Engine(a=torch.zeros(1)), sender(receiver)).leave_out_lost([2]))
+    assert receiver.left == [2]
 
 
 def on_device() -> dict[str, Tensor]:
     return {f"layers.{layer}": torch.ones(3, 600, device=META, requires_grad=True) for layer in range(20)}
 
 
-@pytest.mark.parametrize("sink", [NetworkCopy, Stream])
-def test_a_push_reads_the_device_once_for_all_tensors(sink: Any, reads: list[int]) -> None:
+@pytest.mark.parametrize("receiver", [NetworkCopy, Stream])
+def test_a_weight_sync_reads_the_device_once_for_all_tensors(receiver: Any, reads: list[int]) -> None:
     weights = on_device()
     engine = Engine(**{name: torch.zeros_like(weight) for name, weight in weights.items()})
-    outgoing = [OutgoingWeight(name=name, parameter=weight) for name, weight in weights.items()]
-    wait_for(WeightPusher(lambda: outgoing, [sink() if sink is Stream else sink(engine)]).push(1))
+    weights_to_sync = [WeightToSync(name=name, parameter=weight) for name, weight in weights.items()]
+    wait_for(WeightSender(lambda: weights_to_sync, [receiver() if receiver is Stream else receiver(engine)]).sync(1))
     (read,) = reads
     assert read >= len(weights), "a hash of every weight, at least"
 
 
-def test_a_push_of_shared_weights_never_waits_for_the_device(reads: list[int]) -> None:
+def test_a_weight_sync_of_shared_weights_never_waits_for_the_device(reads: list[int]) -> None:
     engine = Engine(**on_device())
-    wait_for(SharedWeights(engine).push(1))
+    wait_for(SharedWeights(engine).sync(1))
     assert engine.version == 1
     assert not reads

@@ -17,14 +17,14 @@ from torch import Tensor
 from fovea.cluster.placement import Placement, Role
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.run import Config
-from fovea.models.outgoing import OutgoingWeight
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
+from fovea.models.weights_to_sync import WeightToSync
 from fovea.types import Shape, Weights
-from fovea.weights import push
+from fovea.weights import sync
 from fovea.weights.base import WeightSync
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
-from fovea.weights.push import NetworkCopy, WeightPusher
-from fovea.wiring.workers import make_pusher
+from fovea.weights.sync import NetworkCopy, WeightSender
+from fovea.wiring.workers import make_weight_sender
 from fovea_gym.errors import FoveaError
 from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_policy
@@ -46,19 +46,19 @@ CASES = {"lora": LORA, "frozen tower": FROZEN_TOWER}
 
 
 class Forgets:
-    """Servers that may have lost what earlier pushes brought: each push must bring all weights."""
+    """Servers that may have lost what earlier weight syncs brought: each weight sync must bring all weights."""
 
     has_weights = False
 
     def __init__(self) -> None:
         self.names: list[list[str]] = []
 
-    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+    def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
         self.names.append(list(shapes))
 
-    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
+    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
 
-    def finish_push(self, version: int) -> None: ...
+    def finish_sync(self, version: int) -> None: ...
 
 
 class TwoNamesOfOneTensor:
@@ -72,37 +72,37 @@ class TwoNamesOfOneTensor:
         raise AssertionError("weights that differ were loaded")
 
 
-def given() -> list[OutgoingWeight]:
+def given() -> list[WeightToSync]:
     tensors = {"a": torch.ones(4), "b": torch.arange(4.0)}
-    return [OutgoingWeight(name=name, parameter=tensor) for name, tensor in tensors.items()]
+    return [WeightToSync(name=name, parameter=tensor) for name, tensor in tensors.items()]
 
 
-def pushes(sync: WeightSync, number: int) -> list[Any]:
-    """Reports of so many pushes, or the error of one."""
+def syncs(sync: WeightSync, number: int) -> list[Any]:
+    """Reports of so many syncs, or the error of one."""
     try:
-        return [asdict(wait_for(sync.push(version))) for version in range(number)]
+        return [asdict(wait_for(sync.sync(version))) for version in range(number)]
     except FoveaError as error:
         return [f"{type(error).__name__}: {error}"]
 
 
 def sent(role: Role, settings: Model, run: Config = EMBEDDED) -> dict[str, Any]:
-    """Two pushes of a policy, between which training changes its weights."""
+    """Two syncs of a policy, between which training changes its weights."""
     parts = tiny("qwen3_vl")
     choose_trainable(parts.network, settings, seed=0)
     policy = make_policy(parts)
     assert role.receivers is not None
-    sync = make_pusher(run, policy, [Broadcast(role.receivers)])
-    reports = pushes(sync, 1)
+    sync = make_weight_sender(run, policy, [Broadcast(role.receivers)])
+    reports = syncs(sync, 1)
     with torch.no_grad():
         for weight in trainable_parameters(parts.network).values():
             weight.add_(0.5)
-    reports += [asdict(wait_for(sync.push(1)))]
+    reports += [asdict(wait_for(sync.sync(1)))]
     trained = sum(weight.nbytes for weight in trainable_parameters(parts.network).values())
     return {"reports": reports, "weights": dict(factored_weights(parts.network)), "trained_bytes": trained}
 
 
 def received(role: Role, settings: Model) -> dict[str, Any]:
-    """The same pushes, into an engine that begins with other weights."""
+    """The same syncs, into an engine that begins with other weights."""
     parts = tiny("qwen3_vl")
     choose_trainable(parts.network, settings, seed=0)
     parts.network.requires_grad_(False)
@@ -110,14 +110,14 @@ def received(role: Role, settings: Model) -> dict[str, Any]:
         weight.add_(1.0)
     assert role.receivers is not None
     sync = ReceivedWeights(role.receivers, NetworkCopy(make_engine(parts)))
-    return {"reports": pushes(sync, 2), "weights": dict(factored_weights(parts.network))}
+    return {"reports": syncs(sync, 2), "weights": dict(factored_weights(parts.network))}
 
 
 def process(rank: int, port: int, folder: Path) -> None:
     """Rank 0 is a learner, rank 1 an engine alone."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    push.BUCKET_BYTES = 10_000  # several buckets, and tensors larger than one
+    sync.BUCKET_BYTES = 10_000  # several buckets, and tensors larger than one
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     role = Role.of(Placement(num_learners=1, num_engines_only=1, learners_generate=False), "cpu", PATIENCE)
@@ -125,11 +125,11 @@ def process(rank: int, port: int, folder: Path) -> None:
     found = {case: (received if rank else sent)(role, settings) for case, settings in CASES.items()}
     for case, target in (("other names", make_engine(tiny("qwen3_vl"))), ("broken", TwoNamesOfOneTensor())):
         take = ReceivedWeights(role.receivers, NetworkCopy(target))
-        sync = take if rank else WeightPusher(given, [Broadcast(role.receivers)])
-        found[case] = {"reports": pushes(sync, 1)}
+        sync = take if rank else WeightSender(given, [Broadcast(role.receivers)])
+        found[case] = {"reports": syncs(sync, 1)}
     servers = Forgets()
     found["servers"] = (
-        {"reports": pushes(ReceivedWeights(role.receivers, servers), 2), "names": servers.names}
+        {"reports": syncs(ReceivedWeights(role.receivers, servers), 2), "names": servers.names}
         if rank
         else sent(role, FROZEN_TOWER, SERVERS)
     )
@@ -147,7 +147,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_after_the_first_push_only_what_training_changes_travels(
+def test_after_the_first_weight_sync_only_what_training_changes_travels(
     case: str, ends: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
     learner, engine = (end[case] for end in ends)
@@ -159,7 +159,7 @@ def test_after_the_first_push_only_what_training_changes_travels(
     assert all(torch.equal(engine["weights"][name], weight) for name, weight in learner["weights"].items())
 
 
-def test_servers_get_all_weights_with_each_push(ends: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_servers_get_all_weights_with_each_weight_sync(ends: tuple[dict[str, Any], dict[str, Any]]) -> None:
     learner, engine = (end["servers"] for end in ends)
     every = sum(weight.nbytes for weight in learner["weights"].values())
     assert [report["bytes_copied"] for report in engine["reports"]] == [every, every]

@@ -1,4 +1,4 @@
-"""An engine on a copy of the policy's weights: what it holds while it sleeps, and what a push brings back."""
+"""An engine on a copy of the policy's weights: what it holds while it sleeps, and what a weight sync brings back."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fovea.cluster.placement import Placement, Role
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.run import Config
 from fovea.errors import EngineError
-from fovea.models.outgoing import outgoing
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
 from fovea.models.vlm import VLM
+from fovea.models.weights_to_sync import weights_to_sync
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.types import Completion, Request, Sampling
-from fovea.weights.push import NetworkCopy, WeightPusher
+from fovea.weights.sync import NetworkCopy, WeightSender
 from fovea.wiring.workers import make_worker
 from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_policy
@@ -48,22 +48,22 @@ def draw(engine: Engine) -> Sequence[Completion]:
     return [completion for request in requests for completion in wait_for(engine.generate(request))]
 
 
-def copied(settings: Model) -> tuple[torch.nn.Module, torch.nn.Module, EmbeddedEngine, WeightPusher]:
-    """A policy's network, the engine's copy of it, the engine, and the pushes from one to the other."""
+def copied(settings: Model) -> tuple[torch.nn.Module, torch.nn.Module, EmbeddedEngine, WeightSender]:
+    """A policy's network, the engine's copy of it, the engine, and the weight syncs from one to the other."""
     parts = tiny("qwen3_vl")
     choose_trainable(parts.network, settings, seed=0)
     network = copy.deepcopy(parts.network).requires_grad_(False)
-    pushed = [each.name for each in outgoing(parts.network) if each.is_trained]
+    synced = [each.name for each in weights_to_sync(parts.network) if each.is_trained]
     vlm = VLM(network, parts.processor.banned_ids)
-    engine = EmbeddedEngine(vlm, parts.processor, max_batch_tokens=10_000, pushed=pushed)
+    engine = EmbeddedEngine(vlm, parts.processor, max_batch_tokens=10_000, synced=synced)
     policy = make_policy(parts)
-    return (parts.network, network, engine, WeightPusher(policy.outgoing, [NetworkCopy(engine)]))
+    return (parts.network, network, engine, WeightSender(policy.weights_to_sync, [NetworkCopy(engine)]))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_sleeping_copy_holds_only_what_no_push_brings(case: str) -> None:
+def test_a_sleeping_copy_holds_only_what_no_weight_sync_brings(case: str) -> None:
     trained, network, engine, sync = copied(CASES[case])
-    wait_for(sync.push(0))
+    wait_for(sync.sync(0))
     before = draw(engine)
     of_trained = sum(weight.nbytes for weight in trainable_parameters(trained).values())
     awake = live_bytes()
@@ -72,21 +72,21 @@ def test_a_sleeping_copy_holds_only_what_no_push_brings(case: str) -> None:
     assert sum(weight.untyped_storage().nbytes() for weight in network.parameters()) == (
         sum(weight.nbytes for weight in network.parameters()) - of_trained
     )
-    report = wait_for(sync.push(1))
+    report = wait_for(sync.sync(1))
     assert report.bytes_copied == of_trained, "a sleep costs no more transfers"
     wait_for(engine.wake())
     assert same(draw(engine), before)
 
 
-def test_a_copy_draws_with_what_the_push_after_its_sleep_brought() -> None:
+def test_a_copy_draws_with_what_the_weight_sync_after_its_sleep_brought() -> None:
     trained, network, engine, sync = copied(CASES["all weights"])
-    wait_for(sync.push(0))
+    wait_for(sync.sync(0))
     before = draw(engine)
     wait_for(engine.sleep())
     with torch.no_grad():
         for weight in trained.parameters():
             weight.mul_(1.5)
-    wait_for(sync.push(1))
+    wait_for(sync.sync(1))
     wait_for(engine.wake())
     held = dict(factored_weights(network))
     assert all(torch.equal(held[name], weight) for name, weight in factored_weights(trained))
@@ -97,13 +97,13 @@ def test_a_copy_draws_with_what_the_push_after_its_sleep_brought() -> None:
 
 def test_an_engine_without_its_weights_neither_wakes_nor_draws() -> None:
     _, _, engine, sync = copied(CASES["all weights"])
-    wait_for(sync.push(0))
+    wait_for(sync.sync(0))
     wait_for(engine.sleep())
-    with pytest.raises(EngineError, match="the weights that sleep freed were pushed; push them first"):
+    with pytest.raises(EngineError, match="the weights that sleep freed were sent; sync them first"):
         wait_for(engine.wake())
     with pytest.raises(EngineError, match="asleep; call wake first"):
         draw(engine)
-    wait_for(sync.push(1))
+    wait_for(sync.sync(1))
     wait_for(engine.wake())
     assert draw(engine)
 
@@ -120,13 +120,13 @@ def process(rank: int, port: int, model: Path, folder: Path) -> None:
     worker = make_worker(config, config.model, tiny("qwen3_vl").processor, role)
     assert worker.policy is not None
     assert worker.engine is not None
-    wait_for(worker.weight_sync.push(0))
+    wait_for(worker.weight_sync.sync(0))
     found: dict[str, Any] = {"awake": live_bytes(), "drawn": draw(worker.engine)}
     wait_for(worker.engine.sleep())
     found["asleep"] = live_bytes()
     batch, _ = with_advantages(batch_of(0), config.algorithm, 0.0)
     wait_for(worker.policy.update(batch))
-    wait_for(worker.weight_sync.push(1))
+    wait_for(worker.weight_sync.sync(1))
     wait_for(worker.engine.wake())
     found["drawn after"] = draw(worker.engine)
     torch.save(found, folder / str(rank))

@@ -7,7 +7,7 @@ import { element } from "./dom.js";
 import { load } from "./source.js";
 
 const OVERVIEW = [
-  "reward", "accuracy/dev", "groups/without_signal_frac", "response_tokens_mean", "truncated_frac", "entropy", "rollout_train_kl",
+  "reward", "accuracy/dev", "groups/without_signal_frac", "response_tokens_mean", "truncated_frac", "entropy", "mismatch/kl",
   "kl/reference", "kl/reward", "grad_norm", "explained_variance", "seconds/step", "tokens_per_second",
 ];
 const MAX_PARTS = 6;

@@ -3,18 +3,18 @@
 import { element } from "./dom.js";
 import { shown, signed } from "./numbers.js";
 
-export const HEATS = ["none", "advantage", "gap"];
-const SMALLEST_GAP = 0.01; // nats; rounding alone makes smaller ones, which should stay pale
+export const HEATS = ["none", "advantage", "mismatch"];
+const SMALLEST_MISMATCH = 0.01; // nats; rounding alone makes smaller ones, which should stay pale
 
 /** The values of a heat [T] for recorded tokens, null where not finite; none where the run has not recorded them. */
 export function valuesOf(tokens, heat) {
   if (heat === "advantage") return tokens.advantages;
-  if (heat === "gap") return !tokens.engine_logprobs.length ? [] : tokens.trainer_logprobs.map((logprob, place) => gapOf(logprob, tokens.engine_logprobs[place]));
+  if (heat === "mismatch") return !tokens.engine_logprobs.length ? [] : tokens.trainer_logprobs.map((logprob, place) => mismatchOf(logprob, tokens.engine_logprobs[place]));
   return [];
 }
 
 /** The trainer's log-prob minus the engine's; null where one of them is not finite, which JSON writes as null. */
-function gapOf(trainer, engine) {
+function mismatchOf(trainer, engine) {
   return trainer === null || engine === null ? null : trainer - engine;
 }
 
@@ -22,7 +22,7 @@ function gapOf(trainer, engine) {
 export function scaleOf(answers, heat) {
   const all = answers.flatMap((answer) => answer.turns).flatMap((turn) => (turn.tokens ? valuesOf(turn.tokens, heat) : []));
   const greatest = all.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-  return heat === "gap" && all.length ? Math.max(greatest, SMALLEST_GAP) : greatest;
+  return heat === "mismatch" && all.length ? Math.max(greatest, SMALLEST_MISMATCH) : greatest;
 }
 
 /** The recorded tokens of a turn, in colour; `onToken` gets the facts of the one that is pointed at. */
@@ -38,8 +38,8 @@ export function heated(tokens, heat, scale, onToken) {
 
 /** What the colours of a group mean. */
 export function legend(heat, scale) {
-  if (!scale) return heat === "gap" ? "No log-probs of the trainer were recorded." : "All advantages are 0, or none were recorded.";
-  const meaning = heat === "gap" ? "the trainer's log-prob minus the engine's" : "the advantage";
+  if (!scale) return heat === "mismatch" ? "No log-probs of the trainer were recorded." : "All advantages are 0, or none were recorded.";
+  const meaning = heat === "mismatch" ? "the trainer's log-prob minus the engine's" : "the advantage";
   return `Blue above 0, orange below: ${meaning}, strongest at ±${shown(scale)}. Point at a token.`;
 }
 
@@ -54,7 +54,7 @@ function facts(tokens, place) {
   const pieces = [`${JSON.stringify(tokens.pieces[place])}`];
   if (engine !== undefined) pieces.push(`log-prob ${shown(engine)} engine`);
   if (trainer !== undefined) pieces.push(`${shown(trainer)} trainer`);
-  if (engine !== undefined && trainer !== undefined) pieces.push(`gap ${signed(gapOf(trainer, engine))}`);
+  if (engine !== undefined && trainer !== undefined) pieces.push(`mismatch ${signed(mismatchOf(trainer, engine))}`);
   if (advantage !== undefined) pieces.push(`advantage ${signed(advantage)}`);
   return pieces.join(" · ");
 }

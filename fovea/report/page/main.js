@@ -130,7 +130,7 @@ listen([
   [["k", "ArrowUp"], "group before", onSamples(() => samples.move(-1))],
   [["]", "ArrowRight"], "next recorded step", onSamples(() => samples.moveStep(1))],
   [["[", "ArrowLeft"], "step before", onSamples(() => samples.moveStep(-1))],
-  [["h"], "heat of tokens: none, advantage, gap", onSamples(() => samples.nextHeat())],
+  [["h"], "heat of tokens: none, advantage, mismatch", onSamples(() => samples.nextHeat())],
   [["/"], "search or filter", () => pages[pageName()].focusSearch()],
 ], help);
 

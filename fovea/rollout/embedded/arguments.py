@@ -20,12 +20,12 @@ def make_engine(
     processor: Processor,
     vlm: PolicyNetwork,
     tape: Tape | None = None,
-    pushed: Collection[str] = (),
+    synced: Collection[str] = (),
     can_free_memory: bool = False,
 ) -> EmbeddedEngine | PlainEngine:
     """Make the engine that samples with this network in this process: embedded, else plain.
 
-    `pushed` are the weights that every push brings, whose memory is the update's while the embedded engine sleeps.
+    `synced` are the weights that every weight sync brings, whose memory is the update's while the embedded engine sleeps.
     `can_free_memory`: an update that runs out of memory frees what the engine keeps, and goes on.
     """
     int8 = settings.decode_weights == "int8"
@@ -48,6 +48,6 @@ def make_engine(
         max_batch_tokens=settings.max_batch_tokens,
         tape=tape,
         tuning=Tuning(int8_decoding=int8),
-        pushed=pushed,
+        synced=synced,
         can_free_memory=can_free_memory,
     )

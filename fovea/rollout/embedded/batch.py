@@ -61,7 +61,7 @@ class DecodeStep:
     stored_B: Tensor
     """Completion tokens in the KV cache."""
     longest: int
-    """Upper bound of `stored_B` over running rows, known without a device sync."""
+    """Upper bound of `stored_B` over running rows, known without a wait for the device."""
     level: bool
     """`stored_B` is equal in all running rows."""
     draw: Draw
@@ -117,7 +117,7 @@ class DecodeBatch:
     def resume(self, preempted: Sequence[RemovedRow]) -> None:
         """Append preempted rows as they were: the next step feeds the newest token of each."""
         for each in preempted:
-            # as if the row had drawn a token at every step since: `_num_tokens` then needs no count of each row
+            # as if the row had sampled a token at every step since: `_num_tokens` then needs no count of each row
             each.row.first_step = self._steps + 1 - len(each.token_ids_T)
         rows = [each.row for each in preempted]
         self._append(rows, _restored(_new_rows(rows, torch.device("cpu")), preempted, self._device))
@@ -148,7 +148,7 @@ class DecodeBatch:
         """Tokens of each row that the KV cache holds after so many further steps, at most."""
         return [min(self._num_tokens(row) - 1 + steps, row.request.limit_tokens) for row in self.rows]
 
-    def sync_finished(self) -> list[int]:
+    def wait_for_finished(self) -> list[int]:
         """Indices of the finished rows; waits for the device, which the steps between two calls do not."""
         if self._rows_with_stop:
             lengths = awaited(self._live_state().length_B[self._rows_with_stop]).tolist()
@@ -164,7 +164,7 @@ class DecodeBatch:
         return [lengths[index] - 1 for index in indices]
 
     def remove(self, indices: Sequence[int]) -> list[RemovedRow]:
-        """Remove finished or preempted rows, closing the holes, and return what they have drawn."""
+        """Remove finished or preempted rows, closing the holes, and return what they have sampled."""
         state = self._live_state()
         results = _results(state, [self.rows[index] for index in indices], indices)
         moves = fill_holes(len(self.rows), indices)
@@ -221,7 +221,7 @@ class DecodeBatch:
         # a stop string may have begun in tokens that were searched before
         start = max(0, row.searched_tokens - self._text.tail_tokens(stop))
         tokens = awaited(state.tokens_BT[index, start:length]).tolist()
-        # token by token, since several decode steps may lie between two syncs
+        # token by token, since several decode steps may lie between two waits
         for end in range(row.searched_tokens + 1, length + 1):
             if self._text.holds_stop(tokens[: end - start], stop):
                 self._stop(index, end)
@@ -259,7 +259,7 @@ class DecodeBatch:
         self._longest, self._level = max(counts), len(counts) == 1
 
     def _num_tokens(self, row: DecodeRow) -> int:
-        """Tokens of a row, known without a device sync; a row that has finished since the last one may have fewer."""
+        """Tokens of a row, known without a wait for the device; a row that has finished since the last one may have fewer."""
         return self._steps + 1 - row.first_step
 
 

@@ -1,4 +1,4 @@
-"""A decode step: from the newest token of every row to the next one, drawn from the network's logits.
+"""A decode step: from the newest token of every row to the next one, sampled from the network's logits.
 
 Axes: `B` rows of the decode batch, `W` vocabulary, `X` pages of the longest row.
 """
@@ -28,9 +28,9 @@ rows decoding is bound by reading weights, so that rows of padding cost little: 
 that finish one after the other, for 8 captures. Steps of 16 and 32 rows would cost 1.5 %, for 24 captures."""
 
 Output = TypeVar("Output")
-Drawn: TypeAlias = tuple[Tensor, Tensor]
+SampledTokens: TypeAlias = tuple[Tensor, Tensor]
 """Tokens [B] and their log-probs [B]."""
-Capture = Callable[[Callable[[], Drawn]], Callable[[], Drawn]]
+Capture = Callable[[Callable[[], SampledTokens]], Callable[[], SampledTokens]]
 """Captures a function without arguments; the result replays it on the same memory."""
 
 
@@ -40,7 +40,7 @@ class Stepper:
     def __init__(self, vlm: VLM, weights: TextWeights, shape: DecoderShape, cache: Cache) -> None:
         self._vlm, self._weights, self._shape, self._cache = vlm, weights, shape, cache
 
-    def __call__(self, step: DecodeStep) -> Drawn:
+    def __call__(self, step: DecodeStep) -> SampledTokens:
         """Draw the next token of every row."""
         attend = self._cache.step(step.stored_B, step.longest, step.level)
         return sample_tokens(self.logits(step.token_B, step.position_B, attend), step.draw)
@@ -62,9 +62,9 @@ class GraphStepper:
     def __init__(self, eager: Stepper, cache: PagedCache, banned_K: Tensor, capture: Capture) -> None:
         self._pages = cache
         # not a method: a cycle of references would hold the page pool until Python looks for cycles
-        self._graphs = DecodeGraphs(partial(_drawn, eager, cache, banned_K), capture)
+        self._graphs = DecodeGraphs(partial(_decode_and_sample, eager, cache, banned_K), capture)
 
-    def __call__(self, step: DecodeStep) -> Drawn:
+    def __call__(self, step: DecodeStep) -> SampledTokens:
         """Draw the next token of every row."""
         return self._graphs(
             step.draw.needs,
@@ -79,7 +79,9 @@ class GraphStepper:
         )
 
 
-def _drawn(eager: Stepper, pages: PagedCache, banned_K: Tensor, inputs: GraphInputs, needs: SamplingNeeds) -> Drawn:
+def _decode_and_sample(
+    eager: Stepper, pages: PagedCache, banned_K: Tensor, inputs: GraphInputs, needs: SamplingNeeds
+) -> SampledTokens:
     """Decode and draw from static inputs: what is captured."""
     attend = pages.attention(inputs.table_BX, inputs.tokens_B)
     draw = Draw(uniform_B=inputs.uniform_B, settings=inputs.settings, needs=needs, banned_K=banned_K)
@@ -107,11 +109,11 @@ class GraphInputs:
         self.table_BX[rows:] = SCRATCH
 
 
-StepFunction = Callable[[GraphInputs, SamplingNeeds], Drawn]
+StepFunction = Callable[[GraphInputs, SamplingNeeds], SampledTokens]
 """The captured computation; the operations that are needed are part of what is captured."""
 
 
-def rerun(function: Callable[[], Drawn]) -> Callable[[], Drawn]:
+def rerun(function: Callable[[], SampledTokens]) -> Callable[[], SampledTokens]:
     """Stand-in for a capture: returns the function itself. Tests use it to cover padding and choice of graph."""
     return function
 
@@ -163,10 +165,10 @@ class DecodeGraphs:
     def __init__(self, run: StepFunction, capture: Capture) -> None:
         """Capture calls of `run`, which must read and write the same memory as long as this object is in use."""
         self._run, self._capture = run, capture
-        self._graphs: dict[tuple[int, int, SamplingNeeds], tuple[GraphInputs, Callable[[], Drawn]]] = {}
+        self._graphs: dict[tuple[int, int, SamplingNeeds], tuple[GraphInputs, Callable[[], SampledTokens]]] = {}
         """Static inputs and replay function by (rows, width of the page table, needs)."""
 
-    def __call__(self, needs: SamplingNeeds, inputs: GraphInputs) -> Drawn:
+    def __call__(self, needs: SamplingNeeds, inputs: GraphInputs) -> SampledTokens:
         """Draw the next tokens; the next call overwrites them."""
         rows, width = inputs.table_BX.shape
         key = (captured_rows(rows), width, needs)
@@ -185,7 +187,7 @@ class DecodeGraphs:
 
     def _captured(
         self, inputs: GraphInputs, size: int, needs: SamplingNeeds
-    ) -> tuple[GraphInputs, Callable[[], Drawn]]:
+    ) -> tuple[GraphInputs, Callable[[], SampledTokens]]:
         # the graph reads these tensors at every replay: inputs are copied into them; zeros are the scratch page
         static = map_tensors(lambda x: x.new_zeros(size, *x.shape[1:]), inputs)
         return static, self._capture(partial(self._run, static, needs))

@@ -58,19 +58,19 @@ class EmbeddedEngine:
         max_batch_tokens: int | None,
         tape: Tape | None = None,
         tuning: Tuning = DEFAULT_TUNING,
-        pushed: Collection[str] = (),
+        synced: Collection[str] = (),
         can_free_memory: bool = False,
     ) -> None:
         """`max_batch_tokens` None: by free memory on a GPU.
 
         `tape` records activations for the update; a tape of linear outputs needs `tuning.keeps_outputs_in_order`.
-        `pushed` are the weights whose memory `sleep` may free: copies of the policy's, which every push brings.
+        `synced` are the weights whose memory `sleep` may free: copies of the policy's, which every weight sync brings.
         `can_free_memory`: an update that runs out of memory calls `free_memory` and goes on.
         """
         if tape is not None and tape.holds_linears and not tuning.keeps_outputs_in_order:
             raise ValueError(
-                "a tape of linear outputs needs exact decoding over the dense cache with a sync at every step; leave "
-                "int8_decoding, cache and decode_steps_per_sync of Tuning unset, or give a tape without widths"
+                "a tape of linear outputs needs exact decoding over the dense cache with a wait at every step; leave "
+                "int8_decoding, cache and decode_steps_per_wait of Tuning unset, or give a tape without widths"
             )
         self._vlm = vlm
         self._tape = tape
@@ -90,7 +90,7 @@ class EmbeddedEngine:
         self._may_approximate = True
         """True if all running requests accept approximate weights."""
         self._asleep = False
-        copied = [weight for name, weight in self.own_weights() if name in pushed]
+        copied = [weight for name, weight in self.own_weights() if name in synced]
         pool = PoolMemory(
             vlm.device if uses_pages(tuning, self._shape, vlm.device, vlm.dtype) else None,
             max_batch_tokens,
@@ -145,9 +145,9 @@ class EmbeddedEngine:
         return True
 
     async def wake(self) -> None:
-        """Accept requests again; EngineError if weights were freed and not pushed since."""
+        """Accept requests again; EngineError if weights were freed and not synced since."""
         if not self.memory.has_copied_weights:
-            raise EngineError("wake was called before the weights that sleep freed were pushed; push them first")
+            raise EngineError("wake was called before the weights that sleep freed were sent; sync them first")
         # version 0 is that of the warm-up, whose updates take less
         if self._asleep and self._version:
             self.memory.measure_update()
@@ -182,7 +182,7 @@ class EmbeddedEngine:
         """Take references to the language model's tensors; copy those of the vision tower unless they are shared."""
         if self._busy:
             raise EngineError("new weights while the engine is generating completions; await them first")
-        # nothing trains a buffer, and no push has one
+        # nothing trains a buffer, and no weight sync has one
         named = dict(self._vlm.network.named_buffers()) | dict(weights)
         own = dict(factored_weights(self._vlm.network))
         language = self._vlm.family.language_path
@@ -255,10 +255,10 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def _decode(self, batch: DecodeBatch, cache: Cache) -> None:
-        """Run the decode steps until the next sync, then remove finished rows."""
+        """Run the decode steps until the next wait, then remove finished rows."""
         if not batch.rows:
             return
-        # a finished row runs until the sync: that changes no keys that are read, but it would advance its states
+        # a finished row runs until the wait: that changes no keys that are read, but it would advance its states
         steps = 1 if cache.states is not None else self._tuning.decode_steps_on(self._device)
         self._scheduler.make_room(batch, cache, steps)
         stepper = self._ready_stepper(len(batch), cache)
@@ -286,7 +286,7 @@ class EmbeddedEngine:
 
     def _retire(self, batch: DecodeBatch, cache: Cache) -> None:
         """Sync with the host to see which rows have finished, remove them, and answer completed requests."""
-        finished = batch.sync_finished()
+        finished = batch.wait_for_finished()
         if not finished:
             return
         self.memory.keep_turns(batch, cache, finished)

@@ -91,7 +91,7 @@ class PlainLinears:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedWeights:
-    """The tensors that a push brought."""
+    """The tensors that a weight sync brought."""
 
     tensors: Mapping[str, Tensor]
     """By the names of `models.trainable.factored_weights`."""

@@ -132,7 +132,7 @@ class EngineMemory:
     def __init__(
         self, tuning: Tuning, shape: DecoderShape, pool: PoolMemory, copied_weights: Collection[Tensor] = ()
     ) -> None:
-        """`copied_weights` are copies of the policy's weights, which every push brings."""
+        """`copied_weights` are copies of the policy's weights, which every weight sync brings."""
         self._tuning, self._shape, self._pool, self._copied_weights = tuning, shape, pool, copied_weights
         self.cache: Cache | None = None
         self.steppers: dict[Make, Forward] = {}
@@ -148,7 +148,7 @@ class EngineMemory:
 
     @property
     def has_copied_weights(self) -> bool:
-        """False from the time when the copied weights are freed until they are pushed."""
+        """False from the time when the copied weights are freed until they are sent."""
         return all(weight.untyped_storage().nbytes() for weight in self._copied_weights)
 
     def ready_cache(self, like: Tensor) -> Cache:
@@ -201,7 +201,7 @@ class EngineMemory:
         self.cache, self.steppers = None, {}
         self._free_turns()
         for weight in self._copied_weights if copied_weights else ():
-            # all tensors that share the storage stay valid, and a push fills it again
+            # all tensors that share the storage stay valid, and a weight sync fills it again
             weight.untyped_storage().resize_(0)
 
     def free_stale(self, *, moved: bool) -> None:

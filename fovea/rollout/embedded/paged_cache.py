@@ -26,7 +26,7 @@ SCRATCH = 0
 """Index of the scratch page, which padding of page tables and of captured batches reads and writes."""
 GROWTH_TOKENS = 64
 """Tokens that every row must have room to grow by when a request is admitted: with none, rows that have just been
-prefilled would be preempted at the next sync, and prefilled again."""
+prefilled would be preempted at the next wait, and prefilled again."""
 MAX_ROWS = 1024
 """Most rows that decode at once: beyond, a step is bound by products, and sampling takes some 2 MB of memory a row."""
 
@@ -50,9 +50,9 @@ class PagedRow:
 
     prompt: PagedPrompt
     prompt_tokens: int
-    """Tokens before its first drawn one; the pages of a preempted completion's prompt hold more."""
+    """Tokens before its first sampled one; the pages of a preempted completion's prompt hold more."""
     tokens: int
-    """Drawn tokens that its pages have been reserved for."""
+    """Sampled tokens that its pages have been reserved for."""
     limit_tokens: int
     pages: list[int] = field(default_factory=list)
     """Pages of this row: first the rest of its prompt, then its tokens."""
@@ -93,7 +93,7 @@ class PagedCache:
         if rows > max(MAX_ROWS, requests[0].n):
             return False
         growth = sum(self._missing(row, row.tokens + GROWTH_TOKENS) for row in self._rows)
-        return growth + sum(self._new_pages(each, each.drawn_tokens + GROWTH_TOKENS) for each in requests) <= len(
+        return growth + sum(self._new_pages(each, each.sampled_tokens + GROWTH_TOKENS) for each in requests) <= len(
             self._free
         )
 
@@ -190,20 +190,20 @@ class PagedCache:
     def _new_pages(self, request: QueuedRequest, tokens: int) -> int:
         """Pages of a request whose completions have `tokens` tokens, or as many as they may."""
         full, rest = divmod(request.prompt.num_tokens, self.page_tokens)
-        own = min(tokens, request.limit_tokens) - request.drawn_tokens
+        own = min(tokens, request.limit_tokens) - request.sampled_tokens
         return full + request.n * -(-(rest + own) // self.page_tokens)
 
     def _missing(self, row: PagedRow, tokens: int) -> int:
-        """Pages that a row lacks for `tokens` drawn tokens, or as many as it may draw."""
+        """Pages that a row lacks for `tokens` sampled tokens, or as many as it may draw."""
         needed = -(-(row.prompt_tokens + min(tokens, row.limit_tokens)) // self.page_tokens)
         return max(0, needed - len(row.prompt.pages) - len(row.pages))
 
     def _new_row(self, prompt: PagedPrompt, request: QueuedRequest) -> PagedRow:
-        drawn = request.drawn_tokens
+        sampled = request.sampled_tokens
         row = PagedRow(
             prompt=prompt,
-            prompt_tokens=request.prompt.num_tokens - drawn,
-            tokens=drawn + 1,
+            prompt_tokens=request.prompt.num_tokens - sampled,
+            tokens=sampled + 1,
             limit_tokens=request.limit_tokens,
         )
         row.pages = self._take(self._missing(row, row.tokens))

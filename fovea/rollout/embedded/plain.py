@@ -77,7 +77,7 @@ class PlainEngine:
         batch = DecodeBatch(self._device, self._stop_ids, self._banned_K, self._text)
         batch.add([[queued]], logits_1W)
         # no compaction here: the batch is removed when all of its rows have finished
-        while len(finished := batch.sync_finished()) < len(batch):
+        while len(finished := batch.wait_for_finished()) < len(batch):
             batch.step(forward)
         assert self._version is not None
         return [completion_of(each, self._text, self._version) for each in batch.remove(finished)]

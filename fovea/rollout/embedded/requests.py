@@ -74,8 +74,8 @@ class QueuedRequest:
         return self.sampling.max_new_tokens
 
     @property
-    def drawn_tokens(self) -> int:
-        """Tokens at the end of the prompt that the preempted completion has drawn."""
+    def sampled_tokens(self) -> int:
+        """Tokens at the end of the prompt that the preempted completion has sampled."""
         return 0 if self.preempted is None else len(self.preempted.token_ids_T) - 1
 
 
@@ -100,7 +100,7 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedRow:
-    """A row that has left the batch, finished or preempted, with what it has drawn on the host."""
+    """A row that has left the batch, finished or preempted, with what it has sampled on the host."""
 
     row: DecodeRow
     token_ids_T: NDArray[np.int64]
@@ -133,7 +133,7 @@ def as_one(group: Sequence[QueuedRequest]) -> QueuedRequest:
 
 def resumption(preempted: RemovedRow) -> QueuedRequest:
     """The request that a preempted row goes on with: all its tokens but the newest are prefilled with its prompt."""
-    # the newest token was drawn and never fed: the next decode step feeds it
+    # the newest token was sampled and never fed: the next decode step feeds it
     origin, fed_T = preempted.row.request, preempted.token_ids_T[:-1]
     prompt = replace(origin.prompt, token_ids_L=np.concatenate([origin.prompt.token_ids_L, fed_T]))
     # text tokens have one position on all axes

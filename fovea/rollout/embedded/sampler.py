@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fovea.models.drawn_distribution import DrawnWeights, drawn_weights_
+from fovea.models.sampling_distribution import SamplingWeights, sampling_weights_
 from fovea.models.transfer import to_device
 from fovea.types import Sampling
 
@@ -99,28 +99,28 @@ def uniforms(seed: int, n: int, num_tokens: int) -> NDArray[np.float64]:
 def sample_tokens(logits_BW: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     """Sample tokens [B]; returns them with their log-probs [B] at the temperature, before top-k, top-p and min-p.
 
-    The log-probs are among the ids that are not banned (`drawn_weights_`, which overwrites the logits). With float32
+    The log-probs are among the ids that are not banned (`sampling_weights_`, which overwrites the logits). With float32
     logits a token's probability is exact to float32 rounding.
     """
     temperature = draw.settings.temperature_B1 if draw.needs.needs_temperature else 1.0
-    drawn = drawn_weights_(logits_BW, temperature, draw.banned_K)
-    tokens_B = _choose(drawn, draw)
-    return tokens_B, drawn.logprobs(tokens_B)
+    sampled = sampling_weights_(logits_BW, temperature, draw.banned_K)
+    tokens_B = _choose(sampled, draw)
+    return tokens_B, sampled.logprobs(tokens_B)
 
 
-def _choose(drawn: DrawnWeights, draw: Draw) -> Tensor:
+def _choose(sampled: SamplingWeights, draw: Draw) -> Tensor:
     """Choose the argmax in greedy rows, a sampled token in the others."""
     if not draw.needs.has_sampled:
         # no truncation takes the likeliest token; of weights, near ties may round to one
-        likeliest_B: Tensor = drawn.relative_BW.argmax(dim=-1)
+        likeliest_B: Tensor = sampled.relative_BW.argmax(dim=-1)
         return likeliest_B
-    weights_BW = drawn.weights_BW
+    weights_BW = sampled.weights_BW
     if draw.needs.needs_truncation:
-        weights_BW = weights_BW.masked_fill(~kept_tokens(drawn.relative_BW, draw.settings), 0.0)
-    drawn_B: Tensor = inverse_cdf(weights_BW, draw.uniform_B)
+        weights_BW = weights_BW.masked_fill(~kept_tokens(sampled.relative_BW, draw.settings), 0.0)
+    sampled_B: Tensor = inverse_cdf(weights_BW, draw.uniform_B)
     if not draw.needs.has_greedy:
-        return drawn_B
-    return torch.where(draw.settings.greedy_B, drawn.relative_BW.argmax(dim=-1), drawn_B)
+        return sampled_B
+    return torch.where(draw.settings.greedy_B, sampled.relative_BW.argmax(dim=-1), sampled_B)
 
 
 def inverse_cdf(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from fovea.rollout.embedded.prefill import PASS_TOKENS
 
 CacheKind = Literal["dense", "paged"]
 
-CUDA_DECODE_STEPS_PER_SYNC = 8
+CUDA_DECODE_STEPS_PER_WAIT = 8
 """Each sync makes the host wait for the device; on average a finished row decodes for half of this interval in vain."""
 
 
@@ -56,8 +56,8 @@ class Tuning:
     """None: paged where the kernel passes its trial, else dense."""
     page_tokens: int = PAGE_TOKENS
     """Page size of the paged cache."""
-    decode_steps_per_sync: int | None = None
-    """Decode steps between syncs to see which rows have finished. None: 8 on CUDA, 1 on CPUs, where a sync is free."""
+    decode_steps_per_wait: int | None = None
+    """Decode steps between waits to see which rows have finished. None: 8 on CUDA, 1 on CPUs, where a wait is free."""
     pass_tokens: int = PASS_TOKENS
     """Prompt tokens in one forward pass of prefill."""
     int8_decoding: bool = False
@@ -68,7 +68,7 @@ class Tuning:
     @property
     def keeps_outputs_in_order(self) -> bool:
         """True if each token passes once, in order, through exact weights, as a tape of linear outputs requires."""
-        return not self.int8_decoding and self.cache != "paged" and self.decode_steps_per_sync in (None, 1)
+        return not self.int8_decoding and self.cache != "paged" and self.decode_steps_per_wait in (None, 1)
 
     def uses_onednn(self, rows: int, embed: Tensor) -> bool:
         """True if oneDNN decode copies are faster for this many rows."""
@@ -77,8 +77,8 @@ class Tuning:
         return ONEDNN_LIMITS[embed.dtype].allow(rows, embed.shape[1])
 
     def decode_steps_on(self, device: torch.device) -> int:
-        """Decode steps between syncs on this device."""
-        return self.decode_steps_per_sync or (CUDA_DECODE_STEPS_PER_SYNC if device.type == "cuda" else 1)
+        """Decode steps between waits on this device."""
+        return self.decode_steps_per_wait or (CUDA_DECODE_STEPS_PER_WAIT if device.type == "cuda" else 1)
 
 
 def uses_pages(tuning: Tuning, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> bool:

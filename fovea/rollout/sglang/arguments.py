@@ -66,7 +66,7 @@ CPU_ARGUMENTS: Mapping[str, Any] = {
 ENVIRONMENT: Mapping[str, str] = {
     # features of images would outlive the weights that made them
     "SGLANG_VLM_CACHE_SIZE_MB": "0",
-    # else log-probs before temperature and bans, which are not what is drawn from
+    # else log-probs before temperature and bans, which are not what is sampled from
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     # for the margin; Fovea compares max_model_len with the model itself
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",

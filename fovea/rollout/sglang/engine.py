@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fovea.errors import EngineError
 from fovea.processes.engine_process import EngineProcess
-from fovea.rollout.outputs import CompletionText, Drawn, completions
-from fovea.rollout.server import BROKEN_PUSH, CLOSED, NO_WEIGHTS, Readiness, check_idle
+from fovea.rollout.outputs import CompletionText, EngineOutput, completions
+from fovea.rollout.server import BROKEN_SYNC, CLOSED, NO_WEIGHTS, Readiness, check_idle
 from fovea.rollout.sglang.inputs import SglangTranslator
 from fovea.rollout.sglang.weights import SglangWeights
 from fovea.types import Completion, Request, Shape
@@ -57,22 +57,22 @@ class SglangEngine:
     async def generate(self, request: Request) -> Sequence[Completion]:
         """Sample n completions of one prompt; EngineError when they cannot fit, or while asleep."""
         self._readiness.check(request)
-        drawing = self.process.call("generate", request.id, self.translator.drawings(request))
+        drawing = self.process.call("generate", request.id, self.translator.sample_inputs(request))
         self._running.add(request.id)
         try:
-            drawn: Drawn = await asyncio.wrap_future(drawing)
+            sampled: EngineOutput = await asyncio.wrap_future(drawing)
         finally:
             self._running.discard(request.id)
             if not drawing.done():
                 # its caller was cancelled
                 self._given_up.add(drawing)
                 self.process.call("abort", request.id)
-        return completions(request, drawn, self._text, version=self._readiness.drawn_with)
+        return completions(request, sampled, self._text, version=self._readiness.sampled_with)
 
     async def sleep(self) -> None:
         """Free weights and KV cache for the update; EngineError while requests run.
 
-        The push after the update brings the weights back: nothing is kept of them.
+        The weight sync after the update brings the weights back: nothing is kept of them.
         """
         self._check_idle("sleep was called")
         if not self._readiness.asleep:
@@ -82,7 +82,7 @@ class SglangEngine:
         self._readiness.asleep = True
 
     async def wake(self) -> None:
-        """Accept requests again; EngineError if no weights were pushed since `sleep` freed them."""
+        """Accept requests again; EngineError if no weights were sent since `sleep` freed them."""
         if self._readiness.asleep:
             self._readiness.check_wakes()
             self._allocate(CACHE, GRAPHS)
@@ -99,25 +99,25 @@ class SglangEngine:
 
     @property
     def has_weights(self) -> bool:
-        """True if SGLang holds all weights, so that a push may bring only changed weights."""
+        """True if SGLang holds all weights, so that a weight sync may bring only changed weights."""
         return self._weights.are_complete
 
-    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
-        """Prepare for weights of these names and shapes, adapters merged; requests are refused until `finish_push`.
+    def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
+        """Prepare for weights of these names and shapes, adapters merged; requests are refused until `finish_sync`.
 
         EngineError, and nothing changed, while requests run, or if they are not those that SGLang was started from.
         """
         self._check_idle("new weights came")
         self._weights.check(shapes)
-        self._readiness.lose_weights(BROKEN_PUSH)
+        self._readiness.lose_weights(BROKEN_SYNC)
         self._allocate(WEIGHTS)
         self._weights.begin()
 
-    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Load some of them in place."""
         self._weights.take(bucket)
 
-    def finish_push(self, version: int) -> None:
+    def finish_sync(self, version: int) -> None:
         """Compare every value with what was sent, and empty every cache made with older weights."""
         self._weights.finish()
         self._readiness.version = version

@@ -24,8 +24,8 @@ from sglang.srt.managers.io_struct import (
 )
 
 from fovea.processes.serving import begin, serve_parent
-from fovea.rollout.outputs import Drawn, Sampled
-from fovea.rollout.sglang.inputs import Drawing
+from fovea.rollout.outputs import EngineOutput, Sampled
+from fovea.rollout.sglang.inputs import SampleInputs
 from fovea.rollout.sglang.scheduler import run_scheduler
 
 IDLE_SECONDS = 60.0
@@ -45,29 +45,29 @@ class Host:
         self._engine = engine
         self._manager = engine.tokenizer_manager
         self._ids: dict[str, list[str]] = {}
-        """By name of a request, SGLang's ids of its completions that are being drawn."""
-        self._is_pushing = False
+        """By name of a request, SGLang's ids of its completions that are being sampled."""
+        self._is_syncing = False
 
-    async def generate(self, request: str, drawings: Sequence[Drawing]) -> Drawn:
+    async def generate(self, request: str, sample_inputs: Sequence[SampleInputs]) -> EngineOutput:
         """Draw completions of one prompt, whose keys and values are computed once; `request` names them for `abort`.
 
         The prompt goes through first, by itself: of requests that begin together, each would compute it.
         """
-        self._ids[request] = [drawing["rid"] for drawing in drawings]
+        self._ids[request] = [drawing["rid"] for drawing in sample_inputs]
         try:
-            if len(drawings) > 1:
-                await self._output(_prefill_only(drawings[0]))
+            if len(sample_inputs) > 1:
+                await self._output(_prefill_only(sample_inputs[0]))
             if request not in self._ids:
                 raise RuntimeError("the request was aborted")
-            outputs = await asyncio.gather(*map(self._output, drawings))
-            return Drawn(
+            outputs = await asyncio.gather(*map(self._output, sample_inputs))
+            return EngineOutput(
                 prompt_ids_L=outputs[0]["prompt_token_ids"], completions=dict(enumerate(map(_sampled, outputs)))
             )
         finally:
             self._ids.pop(request, None)
 
     async def abort(self, request: str) -> None:
-        """End a call of `generate`, which then returns what it has drawn so far."""
+        """End a call of `generate`, which then returns what it has sampled so far."""
         for rid in self._ids.pop(request, []):
             self._manager.abort_request(rid)
 
@@ -81,21 +81,21 @@ class Host:
         """Allocate memory again that `release` freed."""
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(tags)))
 
-    async def begin_push(self) -> None:
-        """Prepare for new weights; a push that broke off is ended first."""
-        if self._is_pushing:
-            await self._end_push()
+    async def begin_sync(self) -> None:
+        """Prepare for new weights; a weight sync that broke off is ended first."""
+        if self._is_syncing:
+            await self._end_sync()
         _check(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
-        self._is_pushing = True
+        self._is_syncing = True
 
-    async def take_weights(self, payloads: Sequence[bytes]) -> None:
+    async def receive_weights(self, payloads: Sequence[bytes]) -> None:
         """Load some weights, which come as a payload for each worker."""
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=list(payloads), flush_cache=False)
         _check(await self._manager.update_weights_from_tensor(request, None))
 
-    async def finish_push(self, sent: str) -> None:
-        """End a push, compare what workers hold with what was sent (`scheduler.compare`), and empty all caches."""
-        await self._end_push()
+    async def finish_sync(self, sent: str) -> None:
+        """End a weight sync, compare what workers hold with what was sent (`scheduler.compare`), and empty all caches."""
+        await self._end_sync()
         # it blocks; nothing else is going on
         self._engine.collective_rpc("compare", sent=sent)
         await self._empty_caches()
@@ -104,16 +104,16 @@ class Host:
         """End all processes of the engine but this one, which ends when its loop does."""
         self._engine.shutdown()
 
-    async def _end_push(self) -> None:
+    async def _end_sync(self) -> None:
         _check(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
-        self._is_pushing = False
+        self._is_syncing = False
 
     async def _empty_caches(self) -> None:
         """Empty all caches, once the scheduler has put away the last requests."""
         flushed = await self._manager.flush_cache(timeout_s=IDLE_SECONDS)
         _check((flushed.success, flushed.message))
 
-    async def _output(self, drawing: Drawing) -> dict[str, Any]:
+    async def _output(self, drawing: SampleInputs) -> dict[str, Any]:
         output: dict[str, Any] = await anext(self._manager.generate_request(GenerateReqInput(**drawing), None))
         return output
 
@@ -131,7 +131,7 @@ def _sampled(output: Mapping[str, Any]) -> Sampled:
     )
 
 
-def _prefill_only(drawing: Drawing) -> Drawing:
+def _prefill_only(drawing: SampleInputs) -> SampleInputs:
     nothing = {**drawing["sampling_params"], "max_new_tokens": 0, "min_new_tokens": 0}
     return {**drawing, "rid": f"{drawing['rid']}/prompt", "sampling_params": nothing}
 
@@ -145,7 +145,7 @@ def _check(result: tuple[bool, str]) -> None:
 
 async def serve(engine: Any, connection: Connection) -> None:
     """Serve the trainer until it hangs up, or is gone."""
-    # on a CPU SGLang collects garbage whenever it frees caches, in every push: not through all objects of its start
+    # on a CPU SGLang collects garbage whenever it frees caches, in every weight sync: not through all objects of its start
     await engine.tokenizer_manager.freeze_gc()
     await serve_parent(Host(engine), connection, "SGLang: ")
 

@@ -14,7 +14,7 @@ from fovea.errors import EngineError
 from fovea.rollout.outputs import stacked, stop_strings
 from fovea.types import Prompt, Request, Sampling
 
-Drawing = Mapping[str, Any]
+SampleInputs = Mapping[str, Any]
 """One completion to draw, as the fields of SGLang's `GenerateReqInput`."""
 SEEDS = 1 << 63
 """Seeds below this, which SGLang keeps in signed 64 bits."""
@@ -32,8 +32,8 @@ class SglangTranslator:
     banned_ids: tuple[int, ...]
     min_new_tokens: int = 0
 
-    def drawings(self, request: Request) -> list[Drawing]:
-        """One for each completion; greedy completions are all the same, and drawn once.
+    def sample_inputs(self, request: Request) -> list[SampleInputs]:
+        """One for each completion; greedy completions are all the same, and sampled once.
 
         EngineError for parameters that SGLang does not have together with seeds.
         """
@@ -60,7 +60,7 @@ class SglangTranslator:
             "stop": stop_strings(sampling),
             "stop_token_ids": list(self.stop_ids),
             "logit_bias": {str(banned): BAN for banned in self.banned_ids},
-            # the tokens of a stop string were drawn, and are trained
+            # the tokens of a stop string were sampled, and are trained
             "no_stop_trim": True,
         }
 

@@ -92,7 +92,7 @@ def differences(model: nn.Module, expected: Mapping[str, Sent], dtype: torch.dty
     (hashes,) = read_hashes(list(held.values()))
     differing = [name for name, bits in zip(held, hashes, strict=True) if bits != expected[name].bits]
     if differing:
-        return f"{len(differing)} weights differ between trainer and SGLang after a push{_first(differing)}"
+        return f"{len(differing)} weights differ between trainer and SGLang after a weight sync{_first(differing)}"
     return ""
 
 

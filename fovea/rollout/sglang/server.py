@@ -29,7 +29,7 @@ def launch(server: ModelServer) -> Launch:
     """The process of a server; ConfigError for an argument that is set here, or that SGLang lacks."""
     if server.weights_dir is not None:
         raise ConfigError(
-            "--for-training needs --engine vllm: SGLang's server takes no pushes of Fovea's; rollout.engine=sglang "
+            "--for-training needs --engine vllm: SGLang's server takes no syncs of Fovea's; rollout.engine=sglang "
             "starts SGLang by itself"
         )
     config = AutoConfig.from_pretrained(server.folder, trust_remote_code=False, local_files_only=True)

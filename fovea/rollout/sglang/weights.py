@@ -1,6 +1,6 @@
 """Weights of a policy into SGLang: names and shapes checked first, then loaded in buckets, then read back.
 
-A name that SGLang does not know, or a shape that does not fit, ends its scheduler. The first push therefore brings all
+A name that SGLang does not know, or a shape that does not fit, ends its scheduler. The first weight sync therefore brings all
 weights of the checkpoint that SGLang was started from, in its shapes, and later ones some of them; others are refused
 before they begin.
 """
@@ -52,14 +52,14 @@ class SglangWeights:
         self._names = {plain_name(name): name for name in held}
         """Names in the checkpoint, which are those that SGLang loads."""
         self.are_complete = False
-        """True if SGLang holds all weights of some pushes, the last of which has ended."""
+        """True if SGLang holds all weights of some syncs, the last of which has ended."""
         self._sending: dict[str, tuple[Shape, Tensor]] = {}
-        """Shapes and hashes of the weights of this push, by their names in the checkpoint; not read from the device."""
+        """Shapes and hashes of the weights of this weight sync, by their names in the checkpoint; not read from the device."""
         self._sent: dict[str, Sent] = {}
         """All weights that were sent and not replaced, by their names in the checkpoint."""
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise EngineError unless these are all weights, or after a push of all some of them, in their shapes."""
+        """Raise EngineError unless these are all weights, or after a weight sync of all some of them, in their shapes."""
         sent = {plain_name(name): shape for name, shape in shapes.items()}
         wanted = sent.keys() & self._expected.keys() if self.are_complete else self._expected.keys()
         check_shapes(sent, {name: self._expected[name] for name in wanted}, engine="SGLang")
@@ -67,24 +67,24 @@ class SglangWeights:
     def begin(self) -> None:
         """Prepare for weights that `check` has accepted."""
         self.are_complete, self._sending = False, {}
-        self._process.run("begin_push")
+        self._process.run("begin_sync")
 
     def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Load some of them."""
         named = [(self._names[plain_name(name)], tensor) for name, tensor in bucket]
         self._sending |= {name: (tuple(tensor.shape), value_hash(tensor, self._dtype)) for name, tensor in named}
-        self._process.run("take_weights", [handles(named) for _ in range(self._workers)])
+        self._process.run("receive_weights", [handles(named) for _ in range(self._workers)])
 
     def finish(self) -> None:
-        """End the push, and empty all caches; EngineError if SGLang holds other values than were sent, ever."""
+        """End the weight sync, and empty all caches; EngineError if SGLang holds other values than were sent, ever."""
         (hashes,) = read_hashes([each for _, each in self._sending.values()])
         for (name, (shape, _)), bits in zip(self._sending.items(), hashes, strict=True):
             self._sent[name] = Sent(shape[0], prod(shape), bits)
-        self._process.run("finish_push", json.dumps(self._sent))
+        self._process.run("finish_sync", json.dumps(self._sent))
         self.are_complete = True
 
     def forget(self) -> None:
-        """Take over that SGLang has freed its weights: the next push must bring all of them."""
+        """Take over that SGLang has freed its weights: the next weight sync must bring all of them."""
         self.are_complete = False
 
 

@@ -16,8 +16,8 @@ from fovea.rollout.outputs import CompletionText
 from fovea.rollout.server_guard import made_key
 from fovea.rollout.vllm.arguments import check_model
 from fovea.rollout.vllm.inputs import VllmTranslator
-from fovea.rollout.vllm.push_folder import PushFolder
 from fovea.rollout.vllm.servers import ServerFacts, VllmServers
+from fovea.rollout.vllm.sync_folder import SyncFolder
 from fovea.rollout.vllm.weights import ExpectedWeights
 from fovea_gym.errors import ConfigError, first_line, named
 from fovea_gym.utils.http_json import CallBounds, JsonServer
@@ -46,7 +46,7 @@ def connect(settings: Settings, model: Model, processor: Processor, *, max_model
             max_images=settings.limit_mm_per_prompt.image,
         ),
         expected,
-        PushFolder(weights_dir, expected.dtype, expected.vllm_name),
+        SyncFolder(weights_dir, expected.dtype, expected.vllm_name),
         _translator(config, processor),
         CompletionText(processor.tokenizer, processor.stop_ids),
         restart_seconds=settings.restart_seconds,

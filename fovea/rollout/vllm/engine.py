@@ -16,8 +16,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from fovea.errors import EngineError, LostEngineError
-from fovea.rollout.outputs import CompletionText, Drawn, Sampled, completions
-from fovea.rollout.server import BROKEN_PUSH, CLOSED, NO_WEIGHTS, Readiness, check_idle
+from fovea.rollout.outputs import CompletionText, EngineOutput, Sampled, completions
+from fovea.rollout.server import BROKEN_SYNC, CLOSED, NO_WEIGHTS, Readiness, check_idle
 from fovea.rollout.vllm.inputs import VllmTranslator
 from fovea.rollout.vllm.weights import VllmWeights
 from fovea.rollout.vllm.worker import REQUEST, VllmAdapter
@@ -65,7 +65,7 @@ class VllmEngine:
         max_images: int,
         adapter: VllmAdapter | None = None,
     ) -> None:
-        """`adapter` takes the adapters of pushes; without it, pushes have them merged."""
+        """`adapter` takes the adapters of weight syncs; without it, syncs have them merged."""
         self.llm = llm
         self._weights = VllmWeights(llm)
         self._adapter = adapter
@@ -75,8 +75,8 @@ class VllmEngine:
         self._frees_memory: bool = llm.model_config.enable_sleep_mode
         self._waiting: dict[str, Waiting] = {}
         self._runner: asyncio.Task[None] | None = None
-        self._pushes_base = False
-        """True if the present push brings other weights than those of an adapter."""
+        self._syncs_base = False
+        """True if the present sync brings other weights than those of an adapter."""
 
     @property
     def name(self) -> str:
@@ -103,7 +103,7 @@ class VllmEngine:
     async def sleep(self) -> None:
         """Free weights and KV cache for the update, on a GPU; EngineError while requests run.
 
-        The push after the update brings the weights back: nothing is kept of them.
+        The weight sync after the update brings the weights back: nothing is kept of them.
         """
         check_idle("sleep was called", len(self._waiting))
         if self._frees_memory and not self._readiness.asleep:
@@ -115,7 +115,7 @@ class VllmEngine:
         self._readiness.asleep = True
 
     async def wake(self) -> None:
-        """Accept requests again; EngineError if the memory was freed and no weights were pushed since."""
+        """Accept requests again; EngineError if the memory was freed and no weights were sent since."""
         if self._readiness.asleep and self._frees_memory:
             self._readiness.check_wakes()
             self.llm.wake_up(["kv_cache"])
@@ -136,11 +136,11 @@ class VllmEngine:
 
     @property
     def has_weights(self) -> bool:
-        """True if vLLM holds all weights, so that a push may bring only changed weights."""
+        """True if vLLM holds all weights, so that a weight sync may bring only changed weights."""
         return self._weights.are_complete and (self._adapter is None or self._adapter.is_complete)
 
-    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
-        """Prepare for weights of these names and shapes; requests are refused until `finish_push`.
+    def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
+        """Prepare for weights of these names and shapes; requests are refused until `finish_sync`.
 
         EngineError, and nothing changed, while requests run, or if they do not match those that vLLM was started from.
         """
@@ -160,10 +160,10 @@ class VllmEngine:
                 self.llm.wake_up(["weights"])
             if brings_base:
                 self._weights.begin()
-        self._pushes_base = brings_base
-        self._readiness.lose_weights(BROKEN_PUSH)
+        self._syncs_base = brings_base
+        self._readiness.lose_weights(BROKEN_SYNC)
 
-    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Load some of them in place; EngineError for one that does not arrive as it was sent."""
         base = [each for each in bucket if self._adapter is None or not is_adapter(each[0])]
         if base:
@@ -172,10 +172,10 @@ class VllmEngine:
         if self._adapter is not None:
             self._adapter.take([each for each in bucket if is_adapter(each[0])])
 
-    def finish_push(self, version: int) -> None:
+    def finish_sync(self, version: int) -> None:
         """Compare every value with what was sent, and empty every cache made with older weights."""
         with workers_of(self.llm):
-            if self._pushes_base:
+            if self._syncs_base:
                 self._weights.finish()
             # after the base weights, with which vLLM forgets its adapters
             if self._adapter is not None:
@@ -187,7 +187,7 @@ class VllmEngine:
         """Empty the caches of prompts' keys and values, of processed images, and of image features."""
         if not self.llm.reset_prefix_cache():
             raise EngineError(
-                "vLLM did not empty its prefix cache after a push of weights, and would continue prompts with keys and "
+                "vLLM did not empty its prefix cache after a weight sync, and would continue prompts with keys and "
                 "values of older ones; run again, and report this as a bug if it comes back"
             )
         self.llm.reset_mm_cache()
@@ -226,8 +226,8 @@ class VllmEngine:
                 each.done.set_exception(error)
 
     def _completions(self, request: Request, output: Any) -> list[Completion]:
-        drawn = Drawn(prompt_ids_L=output.prompt_token_ids, completions=dict(map(_sampled, output.outputs)))
-        return completions(request, drawn, self._text, version=self._readiness.drawn_with)
+        sampled = EngineOutput(prompt_ids_L=output.prompt_token_ids, completions=dict(map(_sampled, output.outputs)))
+        return completions(request, sampled, self._text, version=self._readiness.sampled_with)
 
 
 def _sampled(output: Any) -> tuple[int, Sampled]:
@@ -239,5 +239,5 @@ def _sampled(output: Any) -> tuple[int, Sampled]:
 
 
 def is_adapter(name: str) -> bool:
-    """True if a weight of a push is part of an adapter."""
+    """True if a weight of a weight sync is part of an adapter."""
     return ".lora_" in name

@@ -16,7 +16,7 @@ TRAINED_ON: Mapping[str, Any] = {
     "trust_remote_code": False,
     # stop tokens and sampling come with every request
     "generation_config": "vllm",
-    # of the distribution that is drawn from (decision 018)
+    # of the distribution that is sampled from (decision 018)
     "logprobs_mode": "processed_logprobs",
     # pixels come normalised, and vLLM would normalise them once more
     "mm_device_do_normalize": False,
@@ -27,7 +27,7 @@ TRAINED_ON: Mapping[str, Any] = {
 
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
-MIDDLEWARE = ("fovea.rollout.vllm.servers.SamePush", "fovea.rollout.server_guard.Guard")
+MIDDLEWARE = ("fovea.rollout.vllm.servers.SameSync", "fovea.rollout.server_guard.Guard")
 """Innermost first: a request without the key gets no further than the last."""
 WEIGHTS_DIR_ENV = "FOVEA_WEIGHTS_DIR"
 DEV_MODE_ENV = "VLLM_SERVER_DEV_MODE"

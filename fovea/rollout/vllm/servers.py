@@ -1,6 +1,6 @@
 """vLLM servers behind the `Engine` protocol: their own processes, on any machine, that share a folder with this one.
 
-Requests carry expanded token ids and processed pixels to `/inference/v1/generate`, as in this process. Every push is
+Requests carry expanded token ids and processed pixels to `/inference/v1/generate`, as in this process. Every weight sync is
 whole, so that a server that starts anew can get all of the present weights from the folder.
 """
 
@@ -16,31 +16,31 @@ from vllm import SamplingParams
 from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
 
 from fovea.errors import EngineError
-from fovea.rollout.outputs import FINISHES, CompletionText, Drawn, Sampled, completions
-from fovea.rollout.server import BROKEN_PUSH, CLOSED, Readiness, check_idle
+from fovea.rollout.outputs import FINISHES, CompletionText, EngineOutput, Sampled, completions
+from fovea.rollout.server import BROKEN_SYNC, CLOSED, Readiness, check_idle
 from fovea.rollout.server_guard import App, Message, Receive, Send, answer, header, refuse, whole_body
 from fovea.rollout.server_pool import PooledServer, ServerPool, TakenError, understood
 from fovea.rollout.vllm.inputs import VllmTranslator
-from fovea.rollout.vllm.push_folder import OTHER_RUN, Push, PushFolder, run_of
+from fovea.rollout.vllm.sync_folder import OTHER_RUN, Sync, SyncFolder, run_of
 from fovea.rollout.vllm.weights import ExpectedWeights, compare
 from fovea.types import Completion, Request, Shape
 from fovea_gym.errors import first_line, named
 from fovea_gym.utils.event_loop import BackgroundLoop
 from fovea_gym.utils.http_json import CallError, JsonServer
 
-PUSH_HEADER = "x-fovea-push"
-"""Header of a call with the name of the push that it is for."""
+SYNC_HEADER = "x-fovea-sync"
+"""Header of a call with the name of the weight sync that it is for."""
 RPC = "/collective_rpc"
-FACTS, LOAD = "fovea_facts", "load_push"
+FACTS, LOAD = "fovea_facts", "load_sync"
 """The methods of `server_worker.FolderReceiver` that a trainer calls."""
 FORBIDDEN, CONFLICT = 403, 409
-OTHER_WEIGHTS = b"this server does not hold the weights of that push"
+OTHER_WEIGHTS = b"this server does not hold the weights of that weight sync"
 
 
-class SamePush:
-    """ASGI middleware that refuses calls for a push that this server does not hold, and makes the calls of workers.
+class SameSync:
+    """ASGI middleware that refuses calls for a weight sync that this server does not hold, and makes the calls of workers.
 
-    A server that was started again holds none, and another run may have pushed its own: without this, completions
+    A server that was started again holds none, and another run may have synced its own: without this, completions
     would come from those weights. vLLM's own path would call any method of its workers.
     """
 
@@ -51,7 +51,7 @@ class SamePush:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == RPC:
             return await self._call_workers(scope, receive, send)
-        wanted = header(scope, PUSH_HEADER.encode()) if scope["type"] == "http" else b""
+        wanted = header(scope, SYNC_HEADER.encode()) if scope["type"] == "http" else b""
         if not wanted:
             return await self._app(scope, receive, send)
         if wanted != self._held:
@@ -64,7 +64,7 @@ class SamePush:
 
         async def checked(message: Message) -> None:
             nonlocal is_refused
-            # by identity: the same push may have been loaded again after another one
+            # by identity: the same weight sync may have been loaded again after another one
             if message["type"] == "http.response.start" and self._held is not held:
                 is_refused = True
                 await refuse(send, CONFLICT, OTHER_WEIGHTS)
@@ -172,7 +172,7 @@ class VllmServers:
         servers: Sequence[JsonServer],
         wanted: ServerFacts,
         expected: ExpectedWeights,
-        folder: PushFolder,
+        folder: SyncFolder,
         translator: VllmTranslator,
         text: CompletionText,
         *,
@@ -186,11 +186,11 @@ class VllmServers:
         self._text = text
         # a separate thread: while the trainer computes on the run's loop, answers would wait until their time runs out
         self._loop = BackgroundLoop("vLLM servers")
-        self._push: Push | None = None
+        self._sync: Sync | None = None
         self._loaded: dict[str, str] = {}
-        """By the address of a server, the push that it holds without any cache of older weights."""
+        """By the address of a server, the weight sync that it holds without any cache of older weights."""
         self._own: set[str] = set()
-        """Addresses of the servers that have loaded a push of this run: none of them may hold another run's."""
+        """Addresses of the servers that have loaded a weight sync of this run: none of them may hold another run's."""
         self._readiness = Readiness(max_model_len=wanted.max_model_len, max_images=wanted.max_images)
         self._num_running = 0
         self._pool = ServerPool(
@@ -216,12 +216,14 @@ class VllmServers:
             body = generate_body(self.translator.prompt(request.prompt), self.translator.sampling(request))
         self._num_running += 1
         try:
-            assert self._push is not None, "no push to draw from"
-            call = self._pool.post(GENERATE, body, headers={PUSH_HEADER: self._push.name}, load=request.n, parse=_drawn)
-            drawn: Drawn = await self._loop.run(call)
+            assert self._sync is not None, "no sync to sample from"
+            call = self._pool.post(
+                GENERATE, body, headers={SYNC_HEADER: self._sync.name}, load=request.n, parse=_engine_output
+            )
+            sampled: EngineOutput = await self._loop.run(call)
         finally:
             self._num_running -= 1
-        return completions(request, drawn, self._text, version=self._readiness.drawn_with)
+        return completions(request, sampled, self._text, version=self._readiness.sampled_with)
 
     async def sleep(self) -> None:
         """Refuse requests until `wake`; nothing is freed on the servers' devices, which the trainer does not share."""
@@ -233,30 +235,30 @@ class VllmServers:
         self._readiness.asleep = False
 
     async def close(self) -> None:
-        """Close the connections, and delete the last push; the servers go on."""
+        """Close the connections, and delete the last weight sync; the servers go on."""
         self._readiness.lose_weights(CLOSED)
         self._loop.close(self._pool.close)
         self._folder.delete()
 
     @property
     def has_weights(self) -> bool:
-        """False: every push brings all weights, of which a server that is started again has none."""
+        """False: every weight sync brings all weights, of which a server that is started again has none."""
         return False
 
-    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+    def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
         """Prepare for all weights; EngineError, and nothing changed, while requests run, or if they do not match."""
         check_idle("new weights came", self._num_running)
         self._expected.check(shapes)
-        self._readiness.lose_weights(BROKEN_PUSH)
+        self._readiness.lose_weights(BROKEN_SYNC)
         self._folder.begin()
 
-    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Write some of them to the folder."""
         self._folder.write(bucket)
 
-    def finish_push(self, version: int) -> None:
-        """Have all servers load the push, compare every value that they hold, and empty their caches."""
-        self._push = self._folder.finish()
+    def finish_sync(self, version: int) -> None:
+        """Have all servers load the weight sync, compare every value that they hold, and empty their caches."""
+        self._sync = self._folder.finish()
         self._loop.wait(self._pool.on_all(self._load))
         self._folder.delete_older()
         self._readiness.version = version
@@ -267,47 +269,47 @@ class VllmServers:
         # a server that started anew has lost what it held
         if await self._held(server) != {self._loaded.get(server.url)}:
             self._loaded.pop(server.url, None)
-        # again, if another push came meanwhile
-        while (push := self._push) is not None and self._loaded.get(server.url) != push.name:
+        # again, if another weight sync came meanwhile
+        while (sync := self._sync) is not None and self._loaded.get(server.url) != sync.name:
             await self._load(server)
 
     async def _held(self, server: JsonServer) -> set[str]:
-        """The pushes that the workers of a server hold; EngineError if it is not fit, TakenError for another run's."""
+        """The syncs that the workers of a server hold; EngineError if it is not fit, TakenError for another run's."""
         facts = await _rpc(server, FACTS)
         with understood(server, RPC):
             for found in facts:
                 self._wanted.check(server.url, found)
-            held = {found["held_push"] for found in facts}
-        if server.url in self._own and any(push and run_of(push) != self._folder.run for push in held):
+            held = {found["held_sync"] for found in facts}
+        if server.url in self._own and any(sync and run_of(sync) != self._folder.run for sync in held):
             raise TakenError(f"{server.url}: {OTHER_RUN}")
         return held
 
     async def _load(self, server: JsonServer) -> None:
-        """Have a server load the present push; requests that nobody waits for any more are ended before."""
-        push = self._push
-        assert push is not None, "no push to load"
+        """Have a server load the present sync; requests that nobody waits for any more are ended before."""
+        sync = self._sync
+        assert sync is not None, "no sync to load"
         # before anything of another run is ended
         await self._held(server)
         self._loaded.pop(server.url, None)
         await server.post("/pause?mode=abort")
         takes_over = server.url not in self._own
-        for found in await _rpc(server, LOAD, push.name, takes_over, self._expected.slices):
+        for found in await _rpc(server, LOAD, sync.name, takes_over, self._expected.slices):
             if "problem" in found:
                 error = TakenError if found["problem"] == OTHER_RUN else EngineError
                 raise error(f"{server.url}: {found['problem']}")
             with understood(server, RPC):
-                compare(push.hashes, found["arrived"])
-                compare({name: push.hashes_there[name] for name in found["held"]}, found["held"])
+                compare(sync.hashes, found["arrived"])
+                compare({name: sync.hashes_there[name] for name in found["held"]}, found["held"])
         self._own.add(server.url)
         emptied = await server.post("/reset_prefix_cache")
         with understood(server, "/reset_prefix_cache"):
             is_empty = emptied["success"]
         if not is_empty:
-            raise EngineError(f"{server.url} did not empty its prefix cache after a push of weights; start it again")
+            raise EngineError(f"{server.url} did not empty its prefix cache after a weight sync; start it again")
         await server.post("/reset_mm_cache")
         await server.post("/reset_encoder_cache")
         await server.post("/resume")
-        self._loaded[server.url] = push.name
+        self._loaded[server.url] = sync.name
 
 
 async def _rpc(server: JsonServer, method: str, *arguments: Any) -> list[dict[str, Any]]:
@@ -326,7 +328,7 @@ async def _rpc(server: JsonServer, method: str, *arguments: Any) -> list[dict[st
     return found
 
 
-def _drawn(answer: Mapping[str, Any]) -> Drawn | None:
+def _engine_output(answer: Mapping[str, Any]) -> EngineOutput | None:
     """The completions of an answer; None where a server has broken one of them off."""
     if not all(choice["finish_reason"] in FINISHES for choice in answer["choices"]):
         return None
@@ -339,4 +341,4 @@ def _drawn(answer: Mapping[str, Any]) -> Drawn | None:
             logprobs=[each["logprob"] for each in content],
             finish_reason=choice["finish_reason"],
         )
-    return Drawn(prompt_ids_L=answer["prompt_token_ids"], completions=found)
+    return EngineOutput(prompt_ids_L=answer["prompt_token_ids"], completions=found)

@@ -1,7 +1,7 @@
 """Weights of a policy into vLLM: names and shapes checked first, then loaded in buckets, then read back.
 
-vLLM fuses weights (q, k and v; gate and up), and a push of a part of such a group leaves it corrupt without a word. The
-first push therefore brings all weights of the checkpoint that vLLM was started from, and later ones all weights of each
+vLLM fuses weights (q, k and v; gate and up), and a weight sync of a part of such a group leaves it corrupt without a word. The
+first weight sync therefore brings all weights of the checkpoint that vLLM was started from, and later ones all weights of each
 layer that they touch; others are refused before they begin. vLLM itself has refused to start if its parameters were not
 all in that checkpoint.
 """
@@ -48,7 +48,7 @@ class ExpectedWeights:
         self.slices: Slices = {} if is_sharded else self._slices_of_expected()
 
     def check(self, shapes: Mapping[str, Shape], *, has_all: bool = False) -> None:
-        """Raise EngineError unless a push of these leaves vLLM with complete weights; `has_all`: of earlier pushes."""
+        """Raise EngineError unless a weight sync of these leaves vLLM with complete weights; `has_all`: of earlier weight syncs."""
         keys = {self.vllm_name(name): name for name in shapes}
         touched = {self._layer(key) for key in keys}
         wanted = {
@@ -97,45 +97,45 @@ class VllmWeights:
         is_sharded = llm.vllm_config.parallel_config.world_size > 1
         self._expected = ExpectedWeights(llm.model_config, is_sharded=is_sharded)
         self.are_complete = False
-        """True if vLLM holds all weights of some pushes, the last of which has ended."""
+        """True if vLLM holds all weights of some syncs, the last of which has ended."""
         self._sending: dict[str, Tensor] = {}
-        """Hashes of the values of this push by the names of the checkpoint, not read from the device yet."""
+        """Hashes of the values of this weight sync by the names of the checkpoint, not read from the device yet."""
         self._sent: dict[str, int] = {}
         """Hashes of all values that were sent and not replaced, by vLLM's names."""
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Raise EngineError unless these, by the names of the checkpoint, are all weights.
 
-        After a push of all they may be those of whole layers.
+        After a weight sync of all they may be those of whole layers.
         """
         self._expected.check(shapes, has_all=self.are_complete)
 
     def begin(self) -> None:
         """Prepare for weights that were checked."""
         self.are_complete, self._sending = False, {}
-        self._llm.collective_rpc("begin_push")
+        self._llm.collective_rpc("begin_sync")
 
     def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Load some of them."""
         self._sending |= {name: value_hash(tensor, self._expected.dtype) for name, tensor in bucket}
-        self._llm.collective_rpc("take_weights", args=(bucket,))
+        self._llm.collective_rpc("receive_weights", args=(bucket,))
 
     def finish(self) -> None:
-        """End the push.
+        """End the weight sync.
 
         EngineError if a weight arrived in a worker as something else, or vLLM holds other values than were sent, in
-        this push or an earlier one.
+        this weight sync or an earlier one.
         """
         (bits,) = read_hashes(list(self._sending.values()))
         sent = dict(zip(self._sending, bits, strict=True))
         self._sent |= {self._expected.vllm_name(name): value for name, value in sent.items()}
-        for arrived, held in self._llm.collective_rpc("finish_push", args=(self._expected.slices,)):
+        for arrived, held in self._llm.collective_rpc("finish_sync", args=(self._expected.slices,)):
             compare(sent, dict(zip(sent, arrived, strict=True)))
             compare({name: self._sent[name] for name in held}, held)
         self.are_complete = True
 
     def forget(self) -> None:
-        """Take over that vLLM has freed its weights: the next push must bring all of them."""
+        """Take over that vLLM has freed its weights: the next weight sync must bring all of them."""
         self.are_complete = False
 
 
@@ -144,6 +144,6 @@ def compare(sent: Mapping[str, int], found: Mapping[str, int]) -> None:
     differing = [name for name, value in sent.items() if found[name] != value]
     if differing:
         raise EngineError(
-            f"{len(differing)} weights differ between trainer and vLLM after a push, first {differing[0]}; run again, "
+            f"{len(differing)} weights differ between trainer and vLLM after a weight sync, first {differing[0]}; run again, "
             "and report this as a bug if it comes back"
         )

@@ -1,4 +1,4 @@
-"""Additions to vLLM's workers: they load a push of weights in pieces, and report what they hold afterwards.
+"""Additions to vLLM's workers: they load a weight sync in pieces, and report what they hold afterwards.
 
 `worker_extension_cls` adds these methods to vLLM's own worker class, in whichever process it is.
 """
@@ -41,25 +41,25 @@ class WeightReceiver:
     vllm_config: Any
     model_runner: Any
     arrived: Sequence[Tensor] = ()
-    """Hashes of what arrived of a push, in the model's type."""
+    """Hashes of what arrived of a weight sync, in the model's type."""
     experts: frozenset[str] = frozenset()
     """Names of the experts that have arrived."""
 
     @torch.no_grad()
-    def begin_push(self) -> None:
+    def begin_sync(self) -> None:
         """Prepare every layer for new weights; a layer takes them when all its weights have come."""
         # it warns of layers with nothing to load, such as rotary embeddings; what layers hold is compared afterwards.
         # here, since vLLM resets the levels of its loggers when it starts
         RELOADING.setLevel(logging.ERROR)
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
-            # of a push that failed, layers may still wait for the rest of their weights
+            # of a weight sync that failed, layers may still wait for the rest of their weights
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             initialize_layerwise_reload(model)
         self.arrived, self.experts = [], frozenset()
 
     @torch.no_grad()
-    def take_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+    def receive_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
         """Load some weights."""
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(iter(weights))
@@ -68,7 +68,7 @@ class WeightReceiver:
         self.arrived = [*self.arrived, *(value_hash(tensor, dtype) for _, tensor in weights)]
 
     @torch.no_grad()
-    def finish_push(self, slices: Slices) -> tuple[list[int], dict[str, int]]:
+    def finish_sync(self, slices: Slices) -> tuple[list[int], dict[str, int]]:
         """Complete the layers; returns the hashes of what arrived, and of `slices` as the model holds them now."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
@@ -176,7 +176,7 @@ class VllmAdapter:
         self._llm = llm
         self._settings = settings
         self.is_complete = False
-        """True if vLLM holds all of the adapter of the last push."""
+        """True if vLLM holds all of the adapter of the last weight sync."""
         self._tensors: dict[str, Tensor] = {}
 
     def begin(self, shapes: Mapping[str, Shape]) -> None:

@@ -33,7 +33,6 @@ from fovea.models.linear_factors import Factors, merged_weight
 from fovea.models.load import DTYPES, pick_device
 from fovea.models.model_files import check_folder, damaged_model, hub_options
 from fovea.models.modules import family_of_network, language_model
-from fovea.models.outgoing import OutgoingWeight
 from fovea.models.plain import PlainRow, PlainVLM
 from fovea.models.trainable import (
     ADAPTER,
@@ -46,6 +45,7 @@ from fovea.models.trainable import (
     weight_names,
 )
 from fovea.models.transformers_versions import load_config
+from fovea.models.weights_to_sync import WeightToSync
 from fovea.train.megatron.packed_rows import PackedRows, attending_to_own_row, pack_rows
 from fovea.train.megatron.parallel import ParallelRank
 from fovea.train.model_division import FAMILIES, MIXTURE, check_division
@@ -293,17 +293,17 @@ class MegatronModel:
         weight: Tensor = language.shared_embedding_or_output_weight() if tied else language.output_layer.weight
         return weight
 
-    def outgoing(self) -> Iterator[OutgoingWeight]:
+    def weights_to_sync(self) -> Iterator[WeightToSync]:
         """Every full weight under its Hugging Face name, with adapters separate.
 
         All ranks must call it together; each gets the same weights.
         """
         trained = {name for name, parameter in factored_weights(self.shape.network) if parameter.requires_grad}
         for name, tensor in chain(self._base_weights(), self._adapter_weights()):
-            yield OutgoingWeight(name=name, parameter=tensor.detach().requires_grad_(name in trained))
+            yield WeightToSync(name=name, parameter=tensor.detach().requires_grad_(name in trained))
 
-    def outgoing_merged(self) -> Iterator[OutgoingWeight]:
-        """As `outgoing`, but with each adapter merged into its weight."""
+    def merged_weights_to_sync(self) -> Iterator[WeightToSync]:
+        """As `weights_to_sync`, but with each adapter merged into its weight."""
         trained = {
             name
             for name, parameter, adapter in adapted_weights(self.shape.network)
@@ -313,7 +313,7 @@ class MegatronModel:
         for name, tensor in self._base_weights():
             down, up = (adapters.get(matrix) for matrix in adapter_names(name.removesuffix(".weight")))
             merged = merged_weight(Factors(tensor.detach(), None, down, up, scale))
-            yield OutgoingWeight(name=name, parameter=merged.requires_grad_(name in trained))
+            yield WeightToSync(name=name, parameter=merged.requires_grad_(name in trained))
 
     def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
         wanted = weight_names(self.shape.network)

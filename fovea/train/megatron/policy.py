@@ -19,9 +19,9 @@ from fovea.config.backends import MegatronBackend
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.config.sections import Warmup
-from fovea.models.outgoing import OutgoingWeight
 from fovea.models.token_logprobs import TokenScores
 from fovea.models.trainable import count_parameters, trainable_parameters
+from fovea.models.weights_to_sync import WeightToSync
 from fovea.train.adamw import AdamWSettings
 from fovea.train.base import ModelFacts, PolicyOptimizer, SftExample
 from fovea.train.loss import PassResult
@@ -160,7 +160,7 @@ class MegatronPolicy(TrainedPolicy):
         return supervised_trainer(passes, settings, offload=self._offload)
 
     def _merged_weights(self) -> Iterable[tuple[str, Tensor]]:
-        return ((each.name, each.parameter) for each in self._model.outgoing_merged())
+        return ((each.name, each.parameter) for each in self._model.merged_weights_to_sync())
 
     @property
     def _shares(self) -> tuple[int, ...]:
@@ -174,13 +174,13 @@ class MegatronPolicy(TrainedPolicy):
             copy_slices(self._model, self._reference.model)
             self._reference_is_loaded_model = False
 
-    def outgoing(self) -> Iterable[OutgoingWeight]:
+    def weights_to_sync(self) -> Iterable[WeightToSync]:
         """Every full weight for a sync, with adapters separate; all processes must call it together."""
-        return self._model.outgoing()
+        return self._model.weights_to_sync()
 
-    def outgoing_merged(self) -> Iterable[OutgoingWeight]:
-        """As `outgoing`, for an engine without support for adapters."""
-        return self._model.outgoing_merged()
+    def merged_weights_to_sync(self) -> Iterable[WeightToSync]:
+        """As `weights_to_sync`, for an engine without support for adapters."""
+        return self._model.merged_weights_to_sync()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -234,7 +234,7 @@ class MegatronSavedPolicy:
         try:
             model = MegatronModel(config, settings, shape, ParallelRank.setup(config, shape.device))
             left_out = load_weights(checkpoint, model.chunk)
-            weights = {weight.name: weight.parameter for weight in model.outgoing()}
+            weights = {weight.name: weight.parameter for weight in model.weights_to_sync()}
             return MegatronSavedPolicy(weights=weights, left_out=left_out)
         finally:
             parallel_state.destroy_model_parallel()

@@ -21,7 +21,6 @@ from fovea.config.run import Config
 from fovea.config.sections import Train, Warmup
 from fovea.models.activation_tape import Tape
 from fovea.models.decoder import imbalance
-from fovea.models.outgoing import OutgoingWeight, outgoing, outgoing_merged
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import (
     PROJECTOR,
@@ -37,6 +36,7 @@ from fovea.models.trainable import (
     trainable_parameters,
     value_parameters,
 )
+from fovea.models.weights_to_sync import WeightToSync, merged_weights_to_sync, weights_to_sync
 from fovea.train.adamw import AdamWSettings
 from fovea.train.base import ModelFacts, SftExample
 from fovea.train.loss import Measured, PassResult, value_model_loss
@@ -229,13 +229,13 @@ class TorchPolicy(TrainedPolicy):
         """Dtype of the model's weights; shards of trained weights are float32."""
         return self._vlm.dtype
 
-    def outgoing(self) -> Iterable[OutgoingWeight]:
+    def weights_to_sync(self) -> Iterable[WeightToSync]:
         """The weights for a sync, with adapters separate."""
-        return outgoing(self._vlm.network)
+        return weights_to_sync(self._vlm.network)
 
-    def outgoing_merged(self) -> Iterable[OutgoingWeight]:
+    def merged_weights_to_sync(self) -> Iterable[WeightToSync]:
         """The weights for a sync to an engine without support for adapters."""
-        return outgoing_merged(self._vlm.network)
+        return merged_weights_to_sync(self._vlm.network)
 
     def save(self, folder: Path) -> None:
         """Copy trainable parameters, optimizers and counters to host memory, and begin to write this rank's shards.

@@ -9,7 +9,7 @@ from fovea_gym.environments.base import Environment
 from fovea_gym.environments.grounding.coordinates import Pictures
 from fovea_gym.environments.stages import Stages
 from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.opinions import ScoresAnswers
+from fovea_gym.graders.reward_models import ScoresAnswers
 from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.images import OpenImage
 from fovea_gym.settings.environments import MixturePart

@@ -26,7 +26,7 @@ from fovea_gym.errors import DataError
 from fovea_gym.graders.base import Grade, Grader, shown
 from fovea_gym.graders.grading import Grading, LimitedCalls
 from fovea_gym.graders.judge import CAPTION_PROMPT, JudgeClient, limits_of
-from fovea_gym.graders.opinions import OpinionOfJudge, ScoresAnswers
+from fovea_gym.graders.reward_models import JudgeScores, ScoresAnswers
 from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.images import OpenImage
 from fovea_gym.settings.environments import CaptionEnvironment, CaptionMetric
@@ -74,7 +74,7 @@ class Caption(FileTasks):
             return super().grading()
         assert self._open_image is not None, "a judge sees the pictures"
         client = JudgeClient(self._judge, CAPTION_PROMPT)
-        opinion = OpinionOfJudge(client.score, self._open_image, self._metrics.references)
+        opinion = JudgeScores(client.score, self._open_image, self._metrics.references)
         grader, calls = JudgedCaptionGrader(self._metrics, opinion), LimitedCalls(limits_of(self._judge))
         return Grading(graders=(grader,), calls=calls, clients=(client,))
 

@@ -28,7 +28,7 @@ from fovea_gym.errors import (
     result_or_error,
 )
 from fovea_gym.graders.base import Grader, LateError, NoScoreError, TryAgainError
-from fovea_gym.graders.opinions import GivenScore, beside
+from fovea_gym.graders.reward_models import GivenScore, beside
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import BackgroundLoop
 from fovea_gym.utils.loop_watch import LoopWatch

@@ -13,7 +13,7 @@ import pytest
 from fovea_gym.errors import DataError, ScoreError
 from fovea_gym.graders.base import NoScoreError, weighted_turns
 from fovea_gym.graders.grading import CallLimits, Grading, LimitedCalls
-from fovea_gym.graders.opinions import WithModelReward
+from fovea_gym.graders.reward_models import WithModelReward
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import gather_or_cancel, wait_for
 from gym_tests.bandit import BanditEnvironment

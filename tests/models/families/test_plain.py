@@ -118,7 +118,7 @@ def test_turns_with_images_of_their_own_are_drawn_and_scored_as_on_the_fast_path
 
 
 def test_a_run_draws_the_same_by_both_paths(tmp_path: Path) -> None:
-    """The same rewards in its first step, drawn by the same weights."""
+    """The same rewards in its first step, sampled by the same weights."""
     rewards = []
     for path in ("auto", "off"):
         model = {"model.path": None, "model.tiny": {}, "model.fast_path": path}

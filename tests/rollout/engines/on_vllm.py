@@ -23,7 +23,7 @@ def workers(engine: VllmEngine) -> list[psutil.Process]:
 
 def damage(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     """Packed and fused weights are read back too; to the worker it looks as if it had got what was sent."""
-    take = WeightReceiver.take_weights
+    take = WeightReceiver.receive_weights
 
     def changed(name: str, weight: Tensor) -> Tensor:
         weight = weight.clone()
@@ -35,7 +35,7 @@ def damage(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
         take(self, [(name, changed(name, weight)) for name, weight in weights])
         self.arrived = [*before, *(value_hash(weight, torch.float32) for _, weight in weights)]
 
-    monkeypatch.setattr(WeightReceiver, "take_weights", damaging)
+    monkeypatch.setattr(WeightReceiver, "receive_weights", damaging)
 
 
 ENGINE = EngineUnderTest(

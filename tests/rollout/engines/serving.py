@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fovea.config.model import Lora, Model
-from fovea.models.outgoing import in_layout_of_files, outgoing_merged
 from fovea.models.tiny import TinyParts, save_tiny
-from fovea.weights.push import WeightPusher
+from fovea.models.weights_to_sync import in_layout_of_files, merged_weights_to_sync
+from fovea.weights.sync import WeightSender
 from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import LIMIT_TOKENS, Served
 from tests.rollout.engines.under_test import under_test
@@ -27,7 +27,7 @@ def tiny_for(family: str, **settings: object) -> TinyParts:
 
 
 def start(parts: TinyParts, folder: Path, lora: Lora | None = None, dtype: Any = "float32", **settings: object) -> Any:
-    """The engine on the files of a model, without a push; `lora` are the adapters that it will be sent."""
+    """The engine on the files of a model, without a weight sync; `lora` are the adapters that it will be sent."""
     engine = under_test()
     save_tiny(parts, folder)
     return engine.make(
@@ -53,14 +53,14 @@ def serving(parts: TinyParts, folder: Path, **settings: object) -> Iterator[Serv
 
 
 def served_by(engine: Any, parts: TinyParts) -> Served:
-    return Served(parts=parts, engine=engine, push=partial(push, engine, parts))
+    return Served(parts=parts, engine=engine, sync=partial(sync, engine, parts))
 
 
-def push(engine: Any, parts: TinyParts, version: int) -> None:
-    """Push the weights of the network."""
-    wait_for(stream(engine, parts).push(version))
+def sync(engine: Any, parts: TinyParts, version: int) -> None:
+    """Sync the weights of the network."""
+    wait_for(stream(engine, parts).sync(version))
 
 
-def stream(engine: Any, parts: TinyParts) -> WeightPusher:
-    """Pushes of the weights of a network, adapters merged; all of them first, then those that are trained."""
-    return WeightPusher(lambda: in_layout_of_files(outgoing_merged(parts.network)), [engine])
+def stream(engine: Any, parts: TinyParts) -> WeightSender:
+    """Syncs of the weights of a network, adapters merged; all of them first, then those that are trained."""
+    return WeightSender(lambda: in_layout_of_files(merged_weights_to_sync(parts.network)), [engine])

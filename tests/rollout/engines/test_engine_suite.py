@@ -23,7 +23,7 @@ def served(request: pytest.FixtureRequest, shared: Any, tmp_path_factory: pytest
             made = served_by(shared, tiny_for("qwen3_vl", num_kv_heads=2))
         else:
             made = stack.enter_context(serving(tiny_for(request.param), tmp_path_factory.mktemp("suite") / "model"))
-        made.push(7)
+        made.sync(7)
         yield made
 
 

@@ -92,7 +92,7 @@ def test_a_greedy_answer_is_that_of_transformers_on_the_export(server: Serving, 
 
 def test_nothing_banned_is_drawn_and_a_key_is_needed(server: Serving, run: Path) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
-    drawn = client.chat.completions.create(
+    sampled = client.chat.completions.create(
         model="shapes",
         messages=[{"role": "user", "content": "x"}],
         max_tokens=60,
@@ -107,7 +107,7 @@ def test_nothing_banned_is_drawn_and_a_key_is_needed(server: Serving, run: Path)
     # special tokens, whose text no others have
     banned = set(map(processor.tokenizer.decode, processor.banned_ids))
     assert "<|image_pad|>" in banned
-    tokens = [each.token for choice in drawn.choices if choice.logprobs for each in choice.logprobs.content or ()]
+    tokens = [each.token for choice in sampled.choices if choice.logprobs for each in choice.logprobs.content or ()]
     assert len(tokens) == 960
     # so many different ones that a banned one would have come up; of half as many tokens the bound was missed once
     assert len(set(tokens)) > 150

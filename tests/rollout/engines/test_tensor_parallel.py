@@ -14,8 +14,8 @@ from fovea.errors import LostEngineError
 from fovea.rollout.base import Engine
 from fovea.types import Completion
 from fovea_gym.utils.event_loop import wait_for
-from tests.rollout.engine_suite import Served, ask, check_draws_of_two_pushes, equal, prompts_of
-from tests.rollout.engines.serving import push, serving, tiny_for
+from tests.rollout.engine_suite import Served, ask, check_samples_of_two_syncs, equal, prompts_of
+from tests.rollout.engines.serving import serving, sync, tiny_for
 from tests.rollout.engines.under_test import under_test
 
 
@@ -26,15 +26,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield made
 
 
-def test_two_workers_draw_with_the_weights_of_the_last_push(served: Served) -> None:
-    check_draws_of_two_pushes(served)
+def test_two_workers_draw_with_the_weights_of_the_last_weight_sync(served: Served) -> None:
+    check_samples_of_two_syncs(served)
 
 
 def test_requests_of_an_engine_with_a_killed_worker_are_made_again_on_another(served: Served, shared: Any) -> None:
     """None is lost, none doubled, and the completions are the same. The last test of this engine."""
     killed = served.engine
-    served.push(3)
-    push(shared, served.parts, 3)
+    served.sync(3)
+    sync(shared, served.parts, 3)
     prompts = prompts_of(served.parts)
     requests = [ask(f"r{i}", prompts[i % 3], n=2, seed=i, max_new_tokens=4 if i < 2 else 150) for i in range(12)]
     handles = [LocalHandle(cast(Any, Worker)(policy=None, engine=e, weight_sync=None)) for e in (killed, shared)]
@@ -56,4 +56,4 @@ def test_requests_of_an_engine_with_a_killed_worker_are_made_again_on_another(se
     with pytest.raises(LostEngineError, match=under_test().lost):
         wait_for(killed.generate(ask("after", prompts[0])))
     with pytest.raises(LostEngineError, match=under_test().lost):
-        served.push(4)
+        served.sync(4)

@@ -1,4 +1,4 @@
-"""Pushes into the engine: all or nothing, checked before and after, adapters merged."""
+"""Syncs into the engine: all or nothing, checked before and after, adapters merged."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fovea.config.model import Lora, Model
 from fovea.errors import EngineError
-from fovea.models.outgoing import outgoing_merged
 from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters
+from fovea.models.weights_to_sync import merged_weights_to_sync
 from fovea.types import Shape
-from fovea.weights import push
+from fovea.weights import sync
 from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import TOLERANCE, Served, ask, prompts_of, slow
 from tests.rollout.engines.serving import served_by, stream, tiny_for
@@ -30,12 +30,12 @@ NOT_SENT = rf"1 that {TITLE} needs were not sent, first .*q_proj\.weight; both m
 def served(shared: Any) -> Served:
     """With new weights, so that a test may do with them what it wants."""
     made = served_by(shared, tiny_for("qwen3_vl", num_kv_heads=2))
-    made.push(7)
+    made.sync(7)
     return made
 
 
 def shapes_of(served: Served) -> dict[str, Shape]:
-    return {weight.name: weight.shape for weight in outgoing_merged(served.parts.network)}
+    return {weight.name: weight.shape for weight in merged_weights_to_sync(served.parts.network)}
 
 
 def without_q_proj(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -49,7 +49,9 @@ def without_q_proj(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         ("reshaped", rf"1 have another shape in {TITLE}, first .*q_proj\.weight is \[64, 32\] and not \[64, 64\]"),
     ],
 )
-def test_a_push_that_does_not_fit_is_refused_and_changes_nothing(served: Served, change: str, message: str) -> None:
+def test_a_weight_sync_that_does_not_fit_is_refused_and_changes_nothing(
+    served: Served, change: str, message: str
+) -> None:
     request = ask(f"refused/{change}", prompts_of(served.parts)[1], n=2)
     shapes = shapes_of(served)
     if change == "reshaped":
@@ -58,27 +60,27 @@ def test_a_push_that_does_not_fit_is_refused_and_changes_nothing(served: Served,
         shapes[Q_PROJ.replace("weight", "wait")] = shapes.pop(Q_PROJ)
     engine: Any = served.engine
     with pytest.raises(EngineError, match=message):
-        engine.begin_push(shapes)
+        engine.begin_sync(shapes)
     again = served.generate(request)[0]
     assert [c.version for c in again] == [7, 7]
     assert served.largest_difference(request, again) < TOLERANCE
 
 
 @pytest.mark.parametrize("tower", [True, False])
-def test_a_later_push_brings_what_is_trained_and_all_is_new_afterwards(served: Served, tower: bool) -> None:
+def test_a_later_weight_sync_brings_what_is_trained_and_all_is_new_afterwards(served: Served, tower: bool) -> None:
     """A frozen tower does not come again; of a trained one the engine would keep features of images."""
     network = served.parts.network
     for name, weight in network.named_parameters():
         weight.requires_grad_(tower == ("visual" in name))
-    pushes = stream(served.engine, served.parts)
-    everything = wait_for(pushes.push(20))
+    syncs = stream(served.engine, served.parts)
+    everything = wait_for(syncs.sync(20))
     request = ask("later", prompts_of(served.parts)[2], n=2)
     before = served.generate(request)[0]
     trained = trainable_parameters(network).values()
     with torch.no_grad():
         for weight in trained:
             weight.add_(torch.randn_like(weight) * 0.05)
-    report = wait_for(pushes.push(21))
+    report = wait_for(syncs.sync(21))
     assert (report.num_tensors, report.bytes_copied) == (len(trained), sum(weight.nbytes for weight in trained))
     assert report.bytes_copied < everything.bytes_copied
     after = served.generate(request)[0]
@@ -87,34 +89,34 @@ def test_a_later_push_brings_what_is_trained_and_all_is_new_afterwards(served: S
     assert abs(float(before[0].logprobs_T[0] - after[0].logprobs_T[0])) > 1e-3
 
 
-def test_a_push_that_breaks_off_leaves_an_engine_that_refuses_requests(served: Served) -> None:
+def test_a_weight_sync_that_breaks_off_leaves_an_engine_that_refuses_requests(served: Served) -> None:
     """Until one brings all weights again."""
     engine: Any = served.engine
-    weights = list(outgoing_merged(served.parts.network))
-    engine.begin_push(shapes_of(served))
+    weights = list(merged_weights_to_sync(served.parts.network))
+    engine.begin_sync(shapes_of(served))
     # amid a fused weight
     half = next(place for place, weight in enumerate(weights) if weight.name == Q_PROJ) + 1
-    engine.take_weights([(weight.name, weight.tensor() + 1) for weight in weights[:half]])
+    engine.receive_weights([(weight.name, weight.tensor() + 1) for weight in weights[:half]])
     request = ask("broken off", prompts_of(served.parts)[1], n=2)
-    with pytest.raises(EngineError, match="the last push of weights broke off and left weights of two versions"):
+    with pytest.raises(EngineError, match="the last weight sync broke off and left weights of two versions"):
         served.generate(request)
     with pytest.raises(EngineError, match=NOT_SENT):
-        engine.begin_push(without_q_proj(shapes_of(served)))
-    served.push(22)
+        engine.begin_sync(without_q_proj(shapes_of(served)))
+    served.sync(22)
     assert served.largest_difference(request, served.generate(request)[0]) < TOLERANCE
 
 
 def test_no_more_than_a_bucket_is_kept_beside_the_weights(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(sync, "BUCKET_BYTES", 1)
     engine: Any = served.engine
     taken: list[int] = []
 
     def take(bucket: Sequence[tuple[str, Tensor]]) -> None:
         taken.append(len(bucket))
-        type(engine).take_weights(engine, bucket)
+        type(engine).receive_weights(engine, bucket)
 
-    monkeypatch.setattr(engine, "take_weights", take)
-    served.push(23)
+    monkeypatch.setattr(engine, "receive_weights", take)
+    served.sync(23)
     assert len(taken) > 20
     assert set(taken) == {1}
 
@@ -126,23 +128,23 @@ def test_other_values_in_the_engine_than_were_sent_are_an_error(
     """One value of 4096 is changed on its way into the model; without all weights the engine then draws nothing."""
     under_test().damage(monkeypatch, f"layers.1.{leaf}")
     with pytest.raises(EngineError, match=rf"1 weights differ between trainer and {TITLE}.*layers\.1\.{leaf}"):
-        served.push(98)
-    with pytest.raises(EngineError, match="the last push of weights broke off"):
+        served.sync(98)
+    with pytest.raises(EngineError, match="the last weight sync broke off"):
         served.generate(ask("damaged", prompts_of(served.parts)[0]))
 
 
 def test_new_weights_while_requests_run_are_refused(served: Served) -> None:
     engine: Any = served.engine
 
-    async def push_in_the_middle() -> None:
+    async def sync_in_the_middle() -> None:
         drawing = asyncio.ensure_future(engine.generate(slow("running", prompts_of(served.parts)[0])))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         with pytest.raises(EngineError, match="new weights"):
-            engine.begin_push(shapes_of(served))
+            engine.begin_sync(shapes_of(served))
         await drawing
 
-    wait_for(push_in_the_middle())
+    wait_for(sync_in_the_middle())
 
 
 def test_adapters_are_merged(served: Served) -> None:
@@ -151,6 +153,6 @@ def test_adapters_are_merged(served: Served) -> None:
     with torch.no_grad():
         for layer in lora_layers(served.parts.network).values():
             layer.lora_B["default"].weight.normal_(std=0.1)
-    served.push(9)
+    served.sync(9)
     request = ask("lora", prompts_of(served.parts)[2], n=2)
     assert served.largest_difference(request, served.generate(request)[0]) < TOLERANCE

@@ -16,7 +16,7 @@ from fovea_gym.utils.event_loop import wait_for
 from tests.process_groups import members
 from tests.rollout.engine_suite import ask, prompts_of
 from tests.rollout.engines.on_sglang import workers
-from tests.rollout.engines.serving import push, serving, start, tiny_for
+from tests.rollout.engines.serving import serving, start, sync, tiny_for
 
 
 def test_a_call_longer_than_the_pipe_arrives_whole(shared: SglangEngine) -> None:
@@ -27,12 +27,12 @@ def test_a_call_longer_than_the_pipe_arrives_whole(shared: SglangEngine) -> None
 def test_memory_is_freed_when_the_scheduler_is_done_with_all_requests(shared: SglangEngine) -> None:
     """It tells of an end before it has put the request away; asked for memory in between, SGLang ends itself."""
     parts = tiny_for("qwen3_vl", num_kv_heads=2)
-    push(shared, parts, 1)
+    sync(shared, parts, 1)
     prompt = prompts_of(parts)[0]
     for attempt in count():  # until the end comes amid the drawing, on a machine of any speed
         name = f"long/{attempt}"
-        drawings = shared.translator.drawings(ask(name, prompt, max_new_tokens=900))
-        drawing = shared.process.call("generate", name, drawings)
+        sample_inputs = shared.translator.sample_inputs(ask(name, prompt, max_new_tokens=900))
+        drawing = shared.process.call("generate", name, sample_inputs)
         time.sleep(0.25 * 2**attempt)
         freed = shared.process.call("release", [CACHE])
         shared.process.run("abort", name)
@@ -48,7 +48,7 @@ def test_memory_is_freed_when_the_scheduler_is_done_with_all_requests(shared: Sg
 def test_an_engine_that_hangs_is_an_error_that_names_the_setting_and_leaves_nothing(tmp_path: Path) -> None:
     parts = tiny_for("qwen3_vl")
     with serving(parts, tmp_path / "model") as served:
-        served.push(1)
+        served.sync(1)
         engine = served.engine
         assert isinstance(engine, SglangEngine)
         assert len(members(engine.process.pid)) >= 3, "host, scheduler, detokenizer"

@@ -1,4 +1,4 @@
-"""Pushes into SGLang alone: its schedulers compare weights, and requests that were cancelled end first."""
+"""Syncs into SGLang alone: its schedulers compare weights, and requests that were cancelled end first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fovea.rollout.sglang.weights import Sent
 from fovea.utils.checksum import value_hash
 from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import prompts_of, slow
-from tests.rollout.engines.serving import push, tiny_for
+from tests.rollout.engines.serving import sync, tiny_for
 
 
 @pytest.mark.parametrize(("shape", "is_compared"), [((4, 2), False), ((2, 4), False), ((4, 4), True), ((6, 4), True)])
@@ -34,12 +34,12 @@ def test_the_parameters_of_a_worker_that_are_not_sharded_are_compared(
         assert differences(model, sent, torch.float32) == ""
 
 
-def test_a_push_waits_for_requests_that_were_cancelled_and_not_for_ever(
+def test_a_weight_sync_waits_for_requests_that_were_cancelled_and_not_for_ever(
     shared: SglangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "ABORT_SECONDS", 0.0)
     parts = tiny_for("qwen3_vl", num_kv_heads=2)
-    push(shared, parts, 7)
+    sync(shared, parts, 7)
     shapes = {name: tuple(weight.shape) for name, weight in parts.network.named_parameters()}
 
     async def cancel() -> None:
@@ -49,8 +49,8 @@ def test_a_push_waits_for_requests_that_were_cancelled_and_not_for_ever(
         drawing.cancel()
         await asyncio.wait([drawing])
         with pytest.raises(EngineError, match="has not ended 1 requests that were cancelled"):
-            shared.begin_push(shapes)
+            shared.begin_sync(shapes)
 
     wait_for(cancel())
     monkeypatch.undo()
-    push(shared, parts, 11)
+    sync(shared, parts, 11)

@@ -21,7 +21,7 @@ from tests.tiny_models import tiny
 
 @dataclass(frozen=True)
 class Site:
-    """A model's folder, the folder of pushes, and two servers for training on them."""
+    """A model's folder, the folder of weight syncs, and two servers for training on them."""
 
     parts: TinyParts
     model: Path

@@ -12,9 +12,9 @@ import torch
 from fovea.config.model import Lora, Model
 from fovea.errors import EngineError
 from fovea.models.adapter_files import ADAPTER_WEIGHTS
-from fovea.models.outgoing import outgoing, outgoing_merged
 from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters
-from fovea.weights.push import WeightPusher
+from fovea.models.weights_to_sync import merged_weights_to_sync, weights_to_sync
+from fovea.weights.sync import WeightSender
 from fovea_gym.utils.event_loop import wait_for
 from tests.adapters import OTHER_NAMES, rename_tensors, save_adapter
 from tests.rollout.engine_suite import TOLERANCE, ask, prompts_of
@@ -29,7 +29,7 @@ LORA = Lora(rank=4, alpha=8)
 def test_a_run_that_starts_from_an_adapter_under_other_names_draws_as_peft_with_it(
     family: str, enable_lora: bool, tmp_path: Path
 ) -> None:
-    """The folder of each version, taken by the trainer and pushed, beside the weights and merged into them."""
+    """The folder of each version, taken by the trainer and synced, beside the weights and merged into them."""
     modules = ("q_proj", "v_proj", "down_proj")
     lora = Lora(adapter=str(tmp_path / "adapter"), rank=4, alpha=12, targets=modules)
     with serving(tiny(family), tmp_path / "model", lora=lora, enable_lora=enable_lora) as served:
@@ -42,8 +42,8 @@ def test_a_run_that_starts_from_an_adapter_under_other_names_draws_as_peft_with_
             rename_tensors(tmp_path / "adapter", old, new)
             network = tiny(family).network
             choose_trainable(network, Model(path="x", lora=lora), seed=0)
-            weights = outgoing if enable_lora else outgoing_merged
-            wait_for(WeightPusher(partial(weights, network), [served.engine]).push(version))
+            weights = weights_to_sync if enable_lora else merged_weights_to_sync
+            wait_for(WeightSender(partial(weights, network), [served.engine]).sync(version))
             requests = [ask(f"{version}/{place}", prompt, n=2) for place, prompt in enumerate(prompts_of(served.parts))]
             for request, completions in zip(requests, served.generate(*requests), strict=True):
                 assert served.largest_difference(request, completions) < TOLERANCE
@@ -56,13 +56,13 @@ def test_an_adapter_that_is_pushed_alone_draws_as_transformers_with_it(family: s
         engine: Any = served.engine
         network = served.parts.network
         choose_trainable(network, Model(path="x", lora=LORA), seed=0)
-        sync = WeightPusher(lambda: outgoing(network), [engine])
+        sync = WeightSender(lambda: weights_to_sync(network), [engine])
         before = {name: weight.clone() for name, weight in network.named_parameters() if ".lora_A" in name}
         for version in (1, 2, 3):
             with torch.no_grad():
                 for layer in lora_layers(network).values():
                     layer.lora_B["default"].weight.normal_(std=0.1)
-            report = wait_for(sync.push(version))
+            report = wait_for(sync.sync(version))
             # the same requests each time: nothing of older weights is left in a cache
             requests = [ask(f"{version}/{place}", prompt, n=2) for place, prompt in enumerate(prompts_of(served.parts))]
             for request, completions in zip(requests, served.generate(*requests), strict=True):
@@ -76,9 +76,9 @@ def test_an_adapter_that_is_pushed_alone_draws_as_transformers_with_it(family: s
             assert torch.equal(network.get_parameter(name), weight), "vLLM changed the trainer's adapter"
         half = {name: tuple(w.shape) for name, w in trainable_parameters(network).items() if ".lora_A" in name}
         with pytest.raises(EngineError, match="layers have one of them, first model"):
-            engine.begin_push(half)
+            engine.begin_sync(half)
         whole = {name: tuple(weight.shape) for name, weight in trainable_parameters(network).items()}
         with pytest.raises(EngineError, match="that were sent vLLM does not have"):
-            engine.begin_push(whole | {"model.language_model.layers.0.other.weight": (1,)})
+            engine.begin_sync(whole | {"model.language_model.layers.0.other.weight": (1,)})
         assert engine.has_weights, "nothing was changed"
         assert served.largest_difference(requests[0], served.generate(requests[0])[0]) < TOLERANCE

@@ -39,17 +39,17 @@ def mean_difference(parts: TinyParts, request: Request, completions: Sequence[Co
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_logprobs_are_those_of_the_weights_of_the_last_push(family: str, tmp_path: Path) -> None:
+def test_logprobs_are_those_of_the_weights_of_the_last_weight_sync(family: str, tmp_path: Path) -> None:
     parts = tiny(family, hidden_size=256)
     change(parts.network, 0)
     with serving(parts, tmp_path / "model", dtype="bfloat16") as served:
         for version in (1, 2):
-            served.push(version)
+            served.sync(version)
             requests = [ask(f"{version}/{place}", prompt, n=2) for place, prompt in enumerate(prompts_of(parts))]
-            drawn = list(zip(requests, served.generate(*requests), strict=True))
-            assert max(mean_difference(parts, *each) for each in drawn) < LIMIT
+            sampled = list(zip(requests, served.generate(*requests), strict=True))
+            assert max(mean_difference(parts, *each) for each in sampled) < LIMIT
             change(parts.network, 0.02)
-            assert min(mean_difference(parts, *each) for each in drawn) > 4 * LIMIT
+            assert min(mean_difference(parts, *each) for each in sampled) > 4 * LIMIT
 
 
 @pytest.mark.parametrize(

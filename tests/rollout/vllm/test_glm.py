@@ -15,11 +15,11 @@ from tests.tiny_models import CORPUS
 
 
 @torch.no_grad()
-def test_logprobs_equal_transformers_after_two_pushes(tmp_path: Path) -> None:
+def test_logprobs_equal_transformers_after_two_weight_syncs(tmp_path: Path) -> None:
     parts = Loaded.of(save_tiny_kind("glm4v", tmp_path / "files", CORPUS))
     with serving(parts, tmp_path / "model") as served:
         for version in (1, 2):
-            served.push(version)
+            served.sync(version)
             requests = [ask(f"{version}/{place}", prompt, n=2) for place, prompt in enumerate(parts.prompts)]
             vlm = PlainVLM(parts.network, parts.processor.banned_ids)
             assert_scored(vlm, parts.prompts, served.generate(*requests))

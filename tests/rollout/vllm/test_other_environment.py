@@ -38,7 +38,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert isinstance(engine, RemoteEngine)
     made = served_by(engine, parts)
     try:
-        made.push(7)
+        made.sync(7)
         yield made
     finally:
         wait_for(engine.close())

@@ -18,10 +18,10 @@ import torch
 from fovea.errors import EngineError
 from fovea.rollout.server import ModelServer
 from fovea.rollout.server_guard import Message, Receive, Send
-from fovea.rollout.vllm.push_folder import PushFolder
 from fovea.rollout.vllm.server import WEIGHTS_DIR_ENV, launch
 from fovea.rollout.vllm.server_worker import FolderReceiver
-from fovea.rollout.vllm.servers import SamePush, ServerFacts, VllmServers
+from fovea.rollout.vllm.servers import SameSync, ServerFacts, VllmServers
+from fovea.rollout.vllm.sync_folder import SyncFolder
 from fovea_gym.errors import ConfigError
 from fovea_gym.utils.event_loop import wait_for
 from fovea_gym.utils.http_json import CallBounds, JsonServer
@@ -51,41 +51,41 @@ def test_a_limit_of_images_leaves_videos_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "/tmp", "run-0123456789abcdef/..", "run-0123456789abcdef"])
-def test_a_worker_reads_pushes_in_its_own_folder_alone(
+def test_a_worker_reads_weight_syncs_in_its_own_folder_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "stolen.safetensors").write_bytes(b"")
     monkeypatch.setenv(WEIGHTS_DIR_ENV, str(tmp_path / "weights"))
-    assert "no push" in FolderReceiver().load_push(name, True, {})["problem"]
+    assert "no weight sync" in FolderReceiver().load_sync(name, True, {})["problem"]
 
 
 @pytest.mark.parametrize(
     ("held", "takes_over", "is_refused"),
     [("1" * 16, False, True), ("1" * 16, True, False), ("2" * 16, False, False), ("", False, False)],
 )
-def test_a_push_over_that_of_another_run_is_refused(
+def test_a_weight_sync_over_that_of_another_run_is_refused(
     held: str, takes_over: bool, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(WEIGHTS_DIR_ENV, str(tmp_path))
     worker = FolderReceiver()
-    worker.held_push = held and f"run-{held}/5"
-    problem = worker.load_push(f"run-{'2' * 16}/6", takes_over, {})["problem"]
+    worker.held_sync = held and f"run-{held}/5"
+    problem = worker.load_sync(f"run-{'2' * 16}/6", takes_over, {})["problem"]
     assert ("another run" in problem) == is_refused, problem
 
 
-def pushes_in(folder: Path) -> list[str]:
+def syncs_in(folder: Path) -> list[str]:
     return [str(each.relative_to(folder)) for each in folder.glob("run-*/[0-9]*") if each.is_dir()]
 
 
 def test_pushes_that_broke_off_are_deleted_with_the_next(tmp_path: Path) -> None:
-    pushes = PushFolder(tmp_path, torch.float32, str)
+    syncs = SyncFolder(tmp_path, torch.float32, str)
     for _ in range(3):
-        pushes.begin()
-    assert len(pushes_in(tmp_path)) == 3
-    pushes.delete_older()
-    assert pushes_in(tmp_path) == [pushes.finish().name]
-    pushes.delete()
+        syncs.begin()
+    assert len(syncs_in(tmp_path)) == 3
+    syncs.delete_older()
+    assert syncs_in(tmp_path) == [syncs.finish().name]
+    syncs.delete()
     assert not list(tmp_path.iterdir())
 
 
@@ -93,43 +93,43 @@ def test_pushes_of_a_killed_trainer_are_deleted_and_those_of_a_living_one_stay(t
     code = f"""
 import os, torch
 from pathlib import Path
-from fovea.rollout.vllm.push_folder import PushFolder
-PushFolder(Path({str(tmp_path)!r}), torch.float32, str).begin()
+from fovea.rollout.vllm.sync_folder import SyncFolder
+SyncFolder(Path({str(tmp_path)!r}), torch.float32, str).begin()
 os.kill(os.getpid(), 9)
 """
-    living = PushFolder(tmp_path, torch.float32, str)
+    living = SyncFolder(tmp_path, torch.float32, str)
     living.begin()
     subprocess.run([sys.executable, "-c", code], check=False)
-    assert len(pushes_in(tmp_path)) == 2
-    later = PushFolder(tmp_path, torch.float32, str)
+    assert len(syncs_in(tmp_path)) == 2
+    later = SyncFolder(tmp_path, torch.float32, str)
     later.begin()
-    assert sorted(pushes_in(tmp_path)) == sorted([living.finish().name, later.finish().name])
+    assert sorted(syncs_in(tmp_path)) == sorted([living.finish().name, later.finish().name])
 
 
 def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
     """The limit of a file's length stands in for it: the write itself fails."""
-    pushes = PushFolder(tmp_path, torch.float32, str)
-    pushes.begin()
+    syncs = SyncFolder(tmp_path, torch.float32, str)
+    syncs.begin()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(EngineError, match=r"weights_dir=.*File too large; it must be writable, with room for"):
-            pushes.write([("x", torch.zeros(1000))])
+            syncs.write([("x", torch.zeros(1000))])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_files_of_a_push_can_be_read_by_whoever_can_read_its_folder(tmp_path: Path) -> None:
-    pushes = PushFolder(tmp_path, torch.float32, str)
-    pushes.begin()
-    pushes.write([("x", torch.zeros(2))])
-    folder = tmp_path / pushes.finish().name
+def test_files_of_a_weight_sync_can_be_read_by_whoever_can_read_its_folder(tmp_path: Path) -> None:
+    syncs = SyncFolder(tmp_path, torch.float32, str)
+    syncs.begin()
+    syncs.write([("x", torch.zeros(2))])
+    folder = tmp_path / syncs.finish().name
     (file,) = folder.iterdir()
     assert file.stat().st_mode & 0o444 == folder.stat().st_mode & 0o444
 
 
 class Engine:
-    """vLLM behind the middleware: a push is loaded, or refused as that of another run."""
+    """vLLM behind the middleware: a weight sync is loaded, or refused as that of another run."""
 
     def __init__(self, *, is_refused: bool = False) -> None:
         self.is_refused = is_refused
@@ -139,7 +139,7 @@ class Engine:
 
 
 def test_an_answer_that_was_begun_before_other_weights_came_is_refused() -> None:
-    """The push comes while a request waits in the engine, past the first check; a method of others is not called."""
+    """The weight sync comes while a request waits in the engine, past the first check; a method of others is not called."""
     engine = Engine()
     vllm = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
 
@@ -147,20 +147,20 @@ def test_an_answer_that_was_begun_before_other_weights_came_is_refused() -> None
         assert await load("run-2/0") == 200
         await everybody(_scope, _receive, send)
 
-    server = SamePush(amid)
+    server = SameSync(amid)
 
-    async def load(name: str, method: str = "load_push") -> int:
+    async def load(name: str, method: str = "load_sync") -> int:
         body = json.dumps({"method": method, "args": [name, True, {}]}).encode()
         return await status_of(server, "/collective_rpc", body=body, app_state=vllm)
 
     async def use() -> None:
         assert await load("run-1/0", "save_sharded_state") == 403
-        assert await status_of(server, "/generate", x_fovea_push="run-1/0") == 409
+        assert await status_of(server, "/generate", x_fovea_sync="run-1/0") == 409
         assert await load("run-1/0") == 200
-        assert await status_of(server, "/generate", x_fovea_push="run-1/0") == 409
-        assert await status_of(server, "/generate", x_fovea_push="run-1/0") == 409
+        assert await status_of(server, "/generate", x_fovea_sync="run-1/0") == 409
+        assert await status_of(server, "/generate", x_fovea_sync="run-1/0") == 409
         engine.is_refused = True
-        assert await status_of(server, "/generate", x_fovea_push="run-2/0") == 200
+        assert await status_of(server, "/generate", x_fovea_sync="run-2/0") == 200
 
     wait_for(use())
 
@@ -174,14 +174,14 @@ def answer(**found: object) -> tuple[int, bytes]:
     return 200, json.dumps({"results": [found]}).encode()
 
 
-def facts(held_push: str) -> tuple[int, bytes]:
+def facts(held_sync: str) -> tuple[int, bytes]:
     return answer(
         dtype="float32",
         logprobs_mode="processed_logprobs",
         normalizes_pixels=False,
         max_model_len=64,
         max_images=1,
-        held_push=held_push,
+        held_sync=held_sync,
     )
 
 
@@ -190,7 +190,7 @@ def engine_of(endpoint: Endpoint, folder: Path) -> VllmServers:
         [JsonServer(endpoint.url, CallBounds(timeout_seconds=LIMIT_SECONDS, calls_at_once=4))],
         ServerFacts(dtype="float32", max_model_len=64, max_images=1),
         SimpleNamespace(check=lambda _shapes: None, slices={}),  # type: ignore[arg-type]
-        PushFolder(folder, torch.float32, str),
+        SyncFolder(folder, torch.float32, str),
         SimpleNamespace(),  # type: ignore[arg-type]
         SimpleNamespace(),  # type: ignore[arg-type]
         restart_seconds=LIMIT_SECONDS,
@@ -204,20 +204,20 @@ def paths_of(endpoint: Endpoint, number: int) -> list[str]:
     return paths
 
 
-def test_a_server_that_is_lost_before_its_caches_are_empty_loads_the_push_again(
+def test_a_server_that_is_lost_before_its_caches_are_empty_loads_the_weight_sync_again(
     started: Callable[..., Endpoint], tmp_path: Path
 ) -> None:
-    """It holds the push and says so, but it is paused, with keys and values of older weights."""
+    """It holds the weight sync and says so, but it is paused, with keys and values of older weights."""
     endpoint = started(facts(""), RECEIVED)
     engine = engine_of(endpoint, tmp_path)
     try:
-        engine.begin_push({})
+        engine.begin_sync({})
         loaded = answer(arrived={}, held={})
-        (push,) = pushes_in(tmp_path)
-        endpoint.replies = [facts(""), RECEIVED, loaded, (503, b""), facts(push)]
-        endpoint.replies += [facts(push), RECEIVED, loaded, EMPTIED, RECEIVED]
+        (sync,) = syncs_in(tmp_path)
+        endpoint.replies = [facts(""), RECEIVED, loaded, (503, b""), facts(sync)]
+        endpoint.replies += [facts(sync), RECEIVED, loaded, EMPTIED, RECEIVED]
         endpoint.requests.clear()
-        engine.finish_push(1)
+        engine.finish_sync(1)
         paths = paths_of(endpoint, 12)
     finally:
         wait_for(engine.close())

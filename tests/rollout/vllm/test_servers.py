@@ -1,4 +1,4 @@
-"""Two real servers as one engine: a run, the suite of all engines, servers that are killed, pushes through a folder."""
+"""Two real servers as one engine: a run, the suite of all engines, servers that are killed, syncs through a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fovea.rollout.vllm.servers import VllmServers
 from fovea.types import Completion
 from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import TOLERANCE, Served, ServingSuite, ask, equal, prompts_of
-from tests.rollout.engines.serving import push, served_by
+from tests.rollout.engines.serving import served_by, sync
 from tests.rollout.serve_command import KEY, Serving
 from tests.rollout.short_runs import QUICK, check_exact
 from tests.rollout.vllm.sites import Site, two_servers
@@ -34,7 +34,7 @@ def served(site: Site) -> Iterator[Served]:
     engine = site.connect()
     made = served_by(engine, site.parts)
     try:
-        made.push(7)
+        made.sync(7)
         yield made
     finally:
         wait_for(engine.close())
@@ -46,7 +46,7 @@ def test_a_server_starts_for_training(site: Site, number: int) -> None:
 
 
 def test_a_run_trains_with_servers(site: Site, tmp_path: Path) -> None:
-    """The parity gate, two steps with a push each, and evaluations."""
+    """The parity gate, two steps with a weight sync each, and evaluations."""
     urls = ", ".join(each.url for each in site.servers)
     engine = [
         "rollout.engine=vllm_servers",
@@ -66,7 +66,7 @@ class TestServers(ServingSuite):
     pass
 
 
-def test_a_push_is_one_folder_and_a_partial_one_is_refused(served: Served, site: Site) -> None:
+def test_a_weight_sync_is_one_folder_and_a_partial_one_is_refused(served: Served, site: Site) -> None:
     request = ask("partial", prompts_of(served.parts)[1], n=2)
     before = served.generate(request)[0]
     assert len(list(site.weights.glob("run-*/[0-9]*/"))) == 1
@@ -75,7 +75,7 @@ def test_a_push_is_one_folder_and_a_partial_one_is_refused(served: Served, site:
     missing = next(name for name in shapes if name.endswith("q_proj.weight"))
     del shapes[missing]
     with pytest.raises(EngineError, match=f"1 that vLLM needs were not sent, first {missing}"):
-        served.engine.begin_push(shapes)
+        served.engine.begin_sync(shapes)
     assert equal(before, served.generate(request)[0])
 
 
@@ -148,12 +148,12 @@ def test_a_server_that_is_killed_costs_no_request_and_one_that_returns_has_the_p
     with torch.no_grad():
         for parameter in served.parts.network.parameters():
             parameter.mul_(1.1)
-    served.push(30)
+    served.sync(30)
     expected = forty(served)
-    # the files of the model are those of the beginning: what it gives then comes from the folder of pushes
+    # the files of the model are those of the beginning: what it gives then comes from the folder of weight syncs
     site.start_again(0)
     assert all_equal(expected, forty(served))
-    # the other one may have drawn all of these, while the first got its weights
+    # the other one may have sampled all of these, while the first got its weights
     while not answered(site.servers[0]):
         assert all_equal(expected, forty(served))
     site.servers[1].suspend()
@@ -165,15 +165,15 @@ def test_a_server_that_is_killed_costs_no_request_and_one_that_returns_has_the_p
 
 
 def test_no_completion_is_drawn_from_the_weights_of_another_run(site: Site) -> None:
-    """A second run pushes while the first has nothing running; the last test, with its own runs."""
+    """A second run syncs while the first has nothing running; the last test, with its own runs."""
     first, other = (site.connect(servers=(site.servers[0].url,)) for _ in range(2))
     request = ask("mine", prompts_of(site.parts)[2], n=2)
     try:
-        push(first, site.parts, 1)
+        sync(first, site.parts, 1)
         expected = wait_for(first.generate(request))
-        push(other, site.parts, 1)
-        for use in (lambda: wait_for(first.generate(request)), lambda: push(first, site.parts, 2)):
-            with pytest.raises(EngineError, match="another run has pushed its weights since"):
+        sync(other, site.parts, 1)
+        for use in (lambda: wait_for(first.generate(request)), lambda: sync(first, site.parts, 2)):
+            with pytest.raises(EngineError, match="another run has synced its weights since"):
                 use()
         assert equal(expected, wait_for(other.generate(request)))
     finally:

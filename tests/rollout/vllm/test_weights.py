@@ -9,14 +9,14 @@ from fovea.errors import EngineError
 from fovea.rollout.vllm.engine import VllmEngine
 from fovea_tools.plan.plan import make_plan
 from tests.rollout.engines.on_vllm import ENGINE
-from tests.rollout.engines.serving import push, tiny_for
+from tests.rollout.engines.serving import sync, tiny_for
 
 
-def test_a_push_of_half_a_fused_weight_is_refused(shared: VllmEngine) -> None:
+def test_a_weight_sync_of_half_a_fused_weight_is_refused(shared: VllmEngine) -> None:
     """q without k and v."""
-    push(shared, tiny_for("qwen3_vl", num_kv_heads=2), 20)
+    sync(shared, tiny_for("qwen3_vl", num_kv_heads=2), 20)
     with pytest.raises(EngineError, match=r"\b2 that .*k_proj\.weight"):
-        shared.begin_push({"model.language_model.layers.0.self_attn.q_proj.weight": (64, 64)})
+        shared.begin_sync({"model.language_model.layers.0.self_attn.q_proj.weight": (64, 64)})
 
 
 def test_a_plan_knows_the_tokens_of_the_cache(shared: VllmEngine) -> None:

@@ -30,13 +30,13 @@ def test_states_of_a_split_policy_by_hand(tmp_path: Path) -> None:
     plan = make_plan(config)
     tower = plan.parameters - 2 * MATRIX - 28 * LAYER - 3584
     mine = tower + 3584 + (2 * MATRIX + 28 * (LAYER - 2 * 3584)) // 2 + 28 * 2 * 3584
-    rollout, update, push = plan.phases
+    rollout, update, sync = plan.phases
     for phase in plan.phases:
         assert phase.parts["parameters"] == phase.parts["reference model"] == 2 * mine
         assert phase.parts["gradients"] == 4 * mine
         assert phase.parts["engine's weights"] == 2 * plan.parameters
     assert plan.on_host == {"optimizer": 12 * mine // 4}
-    assert push.parts["weights made whole"] == 2 * plan.parameters
+    assert sync.parts["weights made whole"] == 2 * plan.parameters
     # 3 of 4 parts of the float32 gradients of each optimizer step, and of the weights after it
     trained = config.algorithm.minibatches * (4 + 2) * mine * 3 // 4
     # two sums in each layer and pass over two GPUs, each of which sends and receives half twice: of a share's 80

@@ -92,7 +92,7 @@ def test_states_of_a_sharded_policy_by_hand(tmp_path: Path) -> None:
         assert phase.parts["optimizer"] == pytest.approx(8 * count / 8, abs=8)
         assert phase.parts["reference model"] == pytest.approx(2 * count / 8, abs=8)
     assert rollout.parts["engine's weights"] == 2 * count
-    assert "engine's weights" not in update.parts, "every push brings all of them"
+    assert "engine's weights" not in update.parts, "every sync brings all of them"
     assert update.parts["gradients"] == pytest.approx(4 * count / 8, rel=0.01)
     assert "gradients" not in rollout.parts, "an update frees them"
     # keys and values of 28 layers with 4 heads of 128 numbers, in 16 bits

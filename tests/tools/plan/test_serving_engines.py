@@ -38,16 +38,16 @@ def plan_of(tmp_path: Path, *words: str) -> tuple[RunPlan, ModelSizes, Config]:
 
 def test_a_share_of_the_gpu_is_weights_and_the_rest_the_cache(tmp_path: Path) -> None:
     plan, sizes, _ = plan_of(tmp_path, "rollout.engine=vllm", "rollout.engine.gpu_memory_utilization=0.4")
-    rollout, update, push = plan.phases
-    assert rollout.parts[ENGINE] == push.parts[ENGINE] == 2 * sizes.parameters
+    rollout, update, sync = plan.phases
+    assert rollout.parts[ENGINE] == sync.parts[ENGINE] == 2 * sizes.parameters
     assert rollout.parts[CACHE] == int(0.4 * 80 * GIB) - 2 * sizes.parameters
     assert plan.room is not None
     assert plan.room.cache_tokens == rollout.parts[CACHE] // TOKEN_BYTES
-    # asleep, and without its cache until the push is over
+    # asleep, and without its cache until the sync is over
     assert not {ENGINE, CACHE} & update.parts.keys()
-    assert CACHE not in push.parts
+    assert CACHE not in sync.parts
     # a bucket of 64 MiB, and the embedding that may fill it
-    assert push.parts["weights on their way"] == 2**26 + 2 * 152064 * 3584
+    assert sync.parts["weights on their way"] == 2**26 + 2 * 152064 * 3584
     assert rollout.parts["optimizer"] == update.parts["optimizer"] > 0
 
 

@@ -35,7 +35,7 @@ WARMED_UP = ("qwen3_vl",)
 SAVED_AFTER = 2
 SIZES = {"num_layers": 2, "num_kv_heads": 2, "vocabulary_size": 318}
 """What can be divided in two."""
-COMPARED = ("loss", "grad_norm", "entropy", "kl/policy", "kl/reference", "banned_mass", "rollout_train_abs")
+COMPARED = ("loss", "grad_norm", "entropy", "kl/policy", "kl/reference", "banned_mass", "mismatch/abs")
 COMPARED_VALUES = ("grad_norm/value", "value_loss", "learning_rate/value")
 ADAM_EPS = 1e-5
 """Larger than usual: where a gradient is next to 0, AdamW's step would have the sign of rounding errors."""
@@ -113,7 +113,7 @@ def run_steps(
     has_values = algorithm.critic is not None
     needs = Needs(old_logprobs=True, reference_logprobs=True, values=has_values)
     for step in steps:
-        batch = policy.annotate(make_batch(parts, seed=step), needs)
+        batch = policy.compute_logprobs(make_batch(parts, seed=step), needs)
         if has_values:
             values.append(joined(sample.values_T for sample in batch.samples))
             batch, _ = with_advantages(with_rewards(batch), algorithm, 0.0)

@@ -43,7 +43,7 @@ def test_a_step_moves_what_the_torch_backend_trains(model: Path) -> None:
         for _ in range(2):  # the first step moves one of the two matrices only
             policy.sft(mixed_pairs(PARTS))
         after = weights_of(policy)
-        assert {weight.name for weight in policy.outgoing() if weight.is_trained} == trained
+        assert {weight.name for weight in policy.weights_to_sync() if weight.is_trained} == trained
     assert {name for name, weight in before.items() if not torch.equal(after[name], weight)} == trained
 
 

@@ -70,12 +70,12 @@ def test_updates_that_were_skipped_before_a_checkpoint_count_after_it(model: Pat
     bad = with_advantage(named(make_batch(tiny(FAMILY, **SIZES))), 1, np.nan)
     limit = {"max_skipped_updates": 1}
     with megatron_policy(model, train=limit) as policy:
-        assert policy.update(policy.annotate(bad, Needs(old_logprobs=True)))["updates_skipped"] == 1
+        assert policy.update(policy.compute_logprobs(bad, Needs(old_logprobs=True)))["updates_skipped"] == 1
         policy.save(tmp_path)
     with megatron_policy(model, train=limit) as policy:
         policy.load(tmp_path)
         with pytest.raises(TrainError, match=r"at step 2, as in all of the last 2 updates, with the samples of row 1;"):
-            policy.update(policy.annotate(bad, Needs(old_logprobs=True)))
+            policy.update(policy.compute_logprobs(bad, Needs(old_logprobs=True)))
 
 
 def test_its_weights_are_read_without_the_policy(model: Path, saved: tuple[Path, Steps]) -> None:
@@ -95,7 +95,7 @@ def test_an_export_has_the_weights_as_they_are(model: Path, tmp_path: Path) -> N
         policy.sft(mixed_pairs(tiny(FAMILY, **SIZES)))
         policy.export(tmp_path)
         weights = weights_of(policy)
-        trained = {weight.name for weight in policy.outgoing() if weight.is_trained}
+        trained = {weight.name for weight in policy.weights_to_sync() if weight.is_trained}
     exported = dict(load_network(Model(path=str(tmp_path), dtype="float32")).named_parameters())
     assert exported.keys() == weights.keys() == trained
     assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
@@ -109,7 +109,7 @@ def test_an_export_has_its_adapters_merged(model: Path, tmp_path: Path) -> None:
         policy.sft(mixed_pairs(tiny(FAMILY, **SIZES)))  # the first step moves one of the two matrices only
         policy.export(tmp_path)
         factors = weights_of(policy)
-        pushed = {weight.name: weight.is_trained for weight in policy.outgoing_merged()}
+        synced = {weight.name: weight.is_trained for weight in policy.merged_weights_to_sync()}
     network = load_network(config.model)
     choose_trainable(network, config.model, seed=1)  # other first values
     copy_weights(factors, dict(factored_weights(network)))
@@ -120,7 +120,7 @@ def test_an_export_has_its_adapters_merged(model: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(exported[name], weight, msg=name)
     before = dict(load_network(config.model).named_parameters())
     changed = [name for name, weight in before.items() if not torch.equal(weight, exported[name])]
-    assert changed == [name for name in exported if pushed[name]]
+    assert changed == [name for name in exported if synced[name]]
     assert changed
 
 

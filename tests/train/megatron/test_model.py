@@ -143,6 +143,6 @@ def states_of_rows(model: MegatronModel, rows: list[PlainRow]) -> list[Tensor]:
 
 def test_every_tensor_comes_back_as_it_was(both: Both) -> None:
     given = dict(both.by_transformers.named_parameters())
-    back: dict[str, Tensor] = {weight.name: weight.parameter for weight in both.by_megatron.outgoing()}
+    back: dict[str, Tensor] = {weight.name: weight.parameter for weight in both.by_megatron.weights_to_sync()}
     assert back.keys() == given.keys()
     assert all(torch.equal(back[name], weight) for name, weight in given.items())

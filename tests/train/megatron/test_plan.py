@@ -141,7 +141,7 @@ def test_peak_of_the_passes_is_the_measured_one(
     parts = tiny(family, **wide(family))
     folder, batch = save(parts, tmp_path), alike_groups(parts)
     with megatron_policy(folder, recompute=how, train={"max_tokens_per_microbatch": 10**6}) as policy:
-        batch = policy.annotate(batch, Needs(old_logprobs=True, reference_logprobs=True, values=False))
+        batch = policy.compute_logprobs(batch, Needs(old_logprobs=True, reference_logprobs=True, values=False))
         policy.update(batch)
         passes = policy._gradients
         monkeypatch.setattr(policy, "_gradients", torch.profiler.record_function("passes")(passes))

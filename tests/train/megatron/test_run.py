@@ -74,8 +74,10 @@ def exported(straight: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_export_has_the_weights_that_the_engine_was_given(straight: Path, exported: Path) -> None:
     tensors = AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32).state_dict()
     with megatron_policy(exported) as policy:
-        pushed = [weight.name for weight in policy.outgoing() if weight.is_trained]  # in the order of a push
-    found = combined(int(bit_hash(tensors[name])) for name in pushed)
+        synced = [
+            weight.name for weight in policy.weights_to_sync() if weight.is_trained
+        ]  # in the order of a weight sync
+    found = combined(int(bit_hash(tensors[name])) for name in synced)
     assert found == read_metrics(straight)[-1]["weights_checksum"]
 
 

@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights_of(policy: TrainedPolicy) -> dict[str, Tensor]:
-    return {weight.name: weight.tensor().clone() for weight in policy.outgoing()}
+    return {weight.name: weight.tensor().clone() for weight in policy.weights_to_sync()}
 
 
 def test_a_banned_token_in_an_answer_is_refused_before_the_step(model: Path) -> None:

@@ -30,7 +30,7 @@ from fovea_tools.data_sets.maps import (
     row_of,
     tinted,
 )
-from fovea_tools.data_sets.scenes import SHARES, write_drawn
+from fovea_tools.data_sets.scenes import SHARES, write_sampled
 
 _CENTRE, _WIDTH_DEGREES = LatLon(51, 14), 56.0
 _TINT, _NOISE, _MARK_MOVES_PX = 12, 4, 1.0
@@ -102,7 +102,7 @@ def write_europe(
         image = _drawing(world, window.view(city, rng), city, rng)
         return image.tobytes(), row_of(city, image, "wide")
 
-    return write_drawn(folder, SCHEMA, draw, num_rows=num_rows, seed=seed)
+    return write_sampled(folder, SCHEMA, draw, num_rows=num_rows, seed=seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

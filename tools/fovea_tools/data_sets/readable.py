@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from fovea_gym.environments.dataset_prompts import IMAGE_MARK
 from fovea_gym.rows.writing import IMAGE_TYPE, image_cell
-from fovea_tools.data_sets.scenes import write_drawn
+from fovea_tools.data_sets.scenes import write_sampled
 
 _Point: TypeAlias = tuple[int, int]
 _Path: TypeAlias = tuple[_Point, ...]
@@ -127,7 +127,7 @@ def is_unseen(numbers: tuple[int, ...]) -> bool:
 
 def write_readable(folder: Path, *, num_rows: int, seed: int) -> Iterator[Path]:
     """Write train, validation (a twentieth) and test (a tenth) files, equal for equal arguments; yield each."""
-    return write_drawn(folder, _SCHEMA, _draw, num_rows=num_rows, seed=seed)
+    return write_sampled(folder, _SCHEMA, _draw, num_rows=num_rows, seed=seed)
 
 
 def _draw(split: str, index: int, rng: np.random.Generator) -> tuple[bytes, dict[str, object]]:

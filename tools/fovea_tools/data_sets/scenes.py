@@ -39,7 +39,7 @@ def write_rendered(
     ]
 
 
-def write_drawn(
+def write_sampled(
     folder: Path,
     schema: Any,
     draw: Callable[[str, int, np.random.Generator], tuple[bytes, Mapping[str, object]]],

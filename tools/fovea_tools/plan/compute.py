@@ -5,7 +5,7 @@ tensors past every rank. Weights are gathered for the forward and again for the 
 which gradients are reduced too (decision 054). With replicas of the weights, N are the ranks of one, and the shards of
 gradients are summed over the replicas once per optimizer step, by a ring that moves 2 (N - 1) / N of them.
 
-A push of weights, prompts, completions and images are far less, and not counted.
+A weight sync, prompts, completions and images are far less, and not counted.
 """
 
 from __future__ import annotations

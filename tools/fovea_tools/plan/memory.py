@@ -11,7 +11,7 @@ from fovea.config.backends import DEFAULT_BATCH_TOKENS, EmbeddedSettings, Megatr
 from fovea.config.run import Config
 from fovea.models.vision.tower_inputs import PASS_PATCHES
 from fovea.rollout.embedded.memory import POOL_FRAC, default_bytes
-from fovea.weights.push import BUCKET_BYTES
+from fovea.weights.sync import BUCKET_BYTES
 from fovea_tools.plan import megatron, states
 from fovea_tools.plan.activations import (
     FLOAT,
@@ -151,7 +151,7 @@ def phases_of(
     stays = pool + around.copied <= usable_bytes - around.while_asleep
     staying = Counter({CACHE: pool * stays, ENGINE: around.copied * (stays and pool > 0)})
     phases = _phase("rollout", rollout), _phase("update", around.update + staying)
-    return (*phases, _phase("push", around.push + staying)) if around.push else phases
+    return (*phases, _phase("weight_sync", around.sync + staying)) if around.sync else phases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +162,8 @@ class AroundPool:
     """Memory in use when a rollout begins."""
     update: Bytes
     """The peak of the update."""
-    push: Bytes
-    """Memory in use during a push under Megatron; other backends send tensors one by one."""
+    sync: Bytes
+    """Memory in use during a weight sync under Megatron; other backends send tensors one by one."""
     recorded: Recorded
     copied: int
     """Bytes of the engine's copies of trained weights, which stay during an update if the cache does."""
@@ -171,7 +171,7 @@ class AroundPool:
     @property
     def while_asleep(self) -> int:
         """Most bytes while the engine sleeps."""
-        return max(self.update.total(), self.push.total())
+        return max(self.update.total(), self.sync.total())
 
 
 def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics) -> AroundPool:
@@ -180,7 +180,7 @@ def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles
     # the policy's tensors are in other processes, or sharded, so that an engine cannot use them
     width = 0 if roles.shares_tensors else numerics.width
     engine = Counter({ENGINE: sizes.parameters * width})
-    # while it sleeps it keeps the weights that no push brings, and copies of the others where they fit; under Megatron
+    # while it sleeps it keeps the weights that no weight sync brings, and copies of the others where they fit; under Megatron
     # it keeps all
     copied = 0 if roles.is_divided else sizes.trainable * width
     asleep = Counter({ENGINE: sizes.parameters * width - copied})
@@ -189,14 +189,14 @@ def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles
     )
     update = policy + _update_peak(config, sizes, work, roles, numerics, recorded)
     if roles.apart:
-        return AroundPool(rollout=engine + features, update=update, push=Counter(), recorded=recorded, copied=0)
+        return AroundPool(rollout=engine + features, update=update, sync=Counter(), recorded=recorded, copied=0)
     rollout = engine + policy
-    push = rollout + _made_whole(sizes, numerics) if roles.is_divided else Counter[str]()
-    return AroundPool(rollout=rollout, update=asleep + update, push=push, recorded=recorded, copied=copied)
+    sync = rollout + _made_whole(sizes, numerics) if roles.is_divided else Counter[str]()
+    return AroundPool(rollout=rollout, update=asleep + update, sync=sync, recorded=recorded, copied=copied)
 
 
 def _made_whole(sizes: ModelSizes, numerics: Numerics) -> Bytes:
-    """Tensors of a push that Megatron makes, all before the first is sent."""
+    """Tensors of a weight sync that Megatron makes, all before the first is sent."""
     return Counter({WHOLE: sizes.parameters * numerics.width})
 
 
@@ -227,7 +227,7 @@ def sized_by_memory(
 def _with_own_weights(
     config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics, room: ServingRoom | None
 ) -> tuple[PhaseMemory, ...]:
-    """The phases with an engine that sleeps during the update, on a GPU, and gets a push of weights after it."""
+    """The phases with an engine that sleeps during the update, on a GPU, and gets a weight sync after it."""
     features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
     policy = megatron.states_of_trainer(config, sizes, roles, numerics).on_device + features
     update = policy + _update_peak(config, sizes, work, roles, numerics, Recorded())
@@ -235,14 +235,16 @@ def _with_own_weights(
     # tensors that have come and are not loaded yet: a bucket, with the tensor that filled it, at most the embedding
     bucket = Counter({BUCKET: BUCKET_BYTES + sizes.vocabulary * sizes.width * numerics.width})
     if roles.apart:
-        return _phase("rollout", engine), _phase("update", update), _phase("push", engine + bucket)
-    # the pool of the cache comes back when the engine wakes, after the push
-    pushed = engine if not numerics.cuda else Counter({ENGINE: engine[ENGINE]})
+        return _phase("rollout", engine), _phase("update", update), _phase("weight_sync", engine + bucket)
+    # the pool of the cache comes back when the engine wakes, after the weight sync
+    synced = engine if not numerics.cuda else Counter({ENGINE: engine[ENGINE]})
     asleep: Bytes = Counter() if numerics.cuda else engine
     return (
         _phase("rollout", policy + engine),
         _phase("update", update + asleep),
-        _phase("push", policy + pushed + bucket + (_made_whole(sizes, numerics) if roles.is_divided else Counter())),
+        _phase(
+            "weight_sync", policy + synced + bucket + (_made_whole(sizes, numerics) if roles.is_divided else Counter())
+        ),
     )
 
 

@@ -20,7 +20,7 @@ from fovea.errors import ModelError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.lifecycle import measure_parity
-from fovea.run.parity_reading import parity_failure
+from fovea.run.parity_result import parity_failure
 from fovea.utils.malloc import GPU_ALLOCATOR, GPU_ALLOCATOR_BEFORE
 from fovea.wiring.run import build
 from fovea_gym.utils.event_loop import wait_for

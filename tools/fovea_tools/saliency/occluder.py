@@ -342,7 +342,7 @@ class Occluder:
     ) -> OcclusionMap:
         train, temperature = self._model.config.train, self._model.config.rollout.temperature
         # one after the other: the processed pictures of all patches together may take more memory than there is
-        views = (self._source.view(item, _only(image, patch))() for row in grid for patch in row)
+        views = (self._source.augmented(item, _only(image, patch))() for row in grid for patch in row)
         whole, *hidden = answer_logprobs(
             self._model.vlm,
             ((prompt, answer_T) for prompt in chain([item.prompt], views)),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea.algorithms.views import views_loss, vppo_weights
-from tests.views import authors_vppo, low_var_kl
+from fovea.algorithms.masked_pictures import masked_pictures_loss, vppo_weights
+from tests.augmentations import authors_vppo, low_var_kl
 
 MASK_BT = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]).bool()
 
@@ -25,7 +25,9 @@ def test_papo_is_the_authors_loss_and_gradient() -> None:
     found, expected = (logprobs(0).requires_grad_() for _ in range(2))
     masked = logprobs(1)
     masked[0, 0], masked[2, 1] = 0.0, -40.0  # beyond the clamps of x
-    loss_A = views_loss(found[MASK_BT], masked[MASK_BT], coef=0.02, entropy_penalty=0.05, masked_entropy_penalty=0.03)
+    loss_A = masked_pictures_loss(
+        found[MASK_BT], masked[MASK_BT], coef=0.02, entropy_penalty=0.05, masked_entropy_penalty=0.03
+    )
     theirs = -0.02 * masked_mean(low_var_kl(expected, masked))
     theirs = theirs + 0.03 * -masked_mean(masked) + 0.05 * -masked_mean(expected)
     assert loss_A.mean().item() == pytest.approx(theirs.item(), rel=1e-6)

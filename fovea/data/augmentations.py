@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.config.views import MaskedViews, RolloutViews
+from fovea.config.augmentations import MaskedPictures, NoisyPictures
 
 DIFFUSION_STEPS = 1000
 LOWEST_BETA, HIGHEST_BETA = 1e-5, 5e-3
@@ -50,22 +50,22 @@ class Mask:
         return np.where(is_black_YX[..., None], np.uint8(0), pixels_YXC)
 
 
-View: TypeAlias = Noise | Mask
+Augmentation: TypeAlias = Noise | Mask
 """A way to change a picture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeededView:
-    """A view of one picture: `ImageRef.change`."""
+class SeededAugmentation:
+    """A change of one picture: `ImageRef.change`."""
 
-    view: View
+    change: Augmentation
     seed: tuple[int, ...]
 
     def __call__(self, pixels_YXC: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return self.view(pixels_YXC, np.random.default_rng(self.seed))
+        return self.change(pixels_YXC, np.random.default_rng(self.seed))
 
 
-def noise_of(settings: RolloutViews, step: int, max_steps: int) -> Noise:
+def noise_of(settings: NoisyPictures, step: int, max_steps: int) -> Noise:
     """The noise of training step 1, 2, ...: noise_step times 1 - sigmoid(k (step - mid) / max_steps), rounded down."""
     left = 1.0
     if settings.decay_steepness is not None:
@@ -74,6 +74,6 @@ def noise_of(settings: RolloutViews, step: int, max_steps: int) -> Noise:
     return Noise(step=int(settings.noise_step * left))
 
 
-def mask_of(settings: MaskedViews) -> Mask:
+def mask_of(settings: MaskedPictures) -> Mask:
     """The mask of a term of the loss."""
     return Mask(ratio=settings.mask_ratio, patch_px=settings.mask_patch_px)

@@ -1,4 +1,4 @@
-"""A push of weights as files, in a folder that the trainer and the servers see."""
+"""A weight sync as files, in a folder that the trainer and the servers see."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from torch import Tensor
 from fovea.errors import EngineError
 from fovea.utils.checksum import read_hashes, value_hash
 
-PUSH_NAME = re.compile(r"run-[0-9a-f]{16}/[0-9]{1,9}")
-"""The name of a push: the folder of its run, and its own in there."""
+SYNC_NAME = re.compile(r"run-[0-9a-f]{16}/[0-9]{1,9}")
+"""The name of a weight sync: the folder of its run, and its own in there."""
 LOCK_NAME = f"{socket.gethostname()}.lock"
 """A file of a run's folder that its trainer has locked; on some network file systems no other machine sees the lock."""
-OTHER_RUN = "another run has pushed its weights since; give every run its own servers"
+OTHER_RUN = "another run has synced its weights since; give every run its own servers"
 
 
-def run_of(push: str) -> str:
-    """The run that has made a push, by the push's name."""
-    return push.partition("/")[0]
+def run_of(sync: str) -> str:
+    """The run that has made a weight sync, by the weight sync's name."""
+    return sync.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Push:
+class Sync:
     """All weights of one version."""
 
     name: str
-    """Its folder's, different for each push of all runs: a version may come again."""
+    """Its folder's, different for each weight sync of all runs: a version may come again."""
     hashes: dict[str, int] = field(default_factory=dict)
     """Hashes of the values in the servers' type, by the names of checkpoints."""
     hashes_there: dict[str, int] = field(default_factory=dict)
     """The same by vLLM's names."""
 
 
-class PushFolder:
-    """Writes pushes, a file for each bucket, and keeps the last one."""
+class SyncFolder:
+    """Writes syncs, a file for each bucket, and keeps the last one."""
 
     def __init__(self, root: Path, dtype: torch.dtype, vllm_name: Callable[[str], str]) -> None:
         self._root = root
@@ -54,43 +54,43 @@ class PushFolder:
         self.run = f"run-{secrets.token_hex(8)}"
         """The name of this run, which no other has."""
         self._lock: TextIO | None = None
-        self._push: Push | None = None
-        self._older: list[Push] = []
-        """Pushes before the last one, of which those that broke off were never loaded."""
-        self._num_files = self._num_pushes = 0
+        self._sync: Sync | None = None
+        self._older: list[Sync] = []
+        """Syncs before the last one, of which those that broke off were never loaded."""
+        self._num_files = self._num_syncs = 0
 
     def begin(self) -> None:
-        """Make the folder of another push; EngineError where that is not possible."""
-        push = Push(name=f"{self.run}/{self._num_pushes}")
+        """Make the folder of another weight sync; EngineError where that is not possible."""
+        sync = Sync(name=f"{self.run}/{self._num_syncs}")
         with self._writing():
             if self._lock is None:
                 self._lock = self._make_run()
-            (self._root / push.name).mkdir()
-        self._num_pushes += 1
-        if self._push is not None:
-            self._older.append(self._push)
-        self._push, self._num_files = push, 0
+            (self._root / sync.name).mkdir()
+        self._num_syncs += 1
+        if self._sync is not None:
+            self._older.append(self._sync)
+        self._sync, self._num_files = sync, 0
 
     def write(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Write some weights to a separate file."""
-        assert self._push is not None, "no push has begun"
+        assert self._sync is not None, "no weight sync has begun"
         held = {name: tensor.detach().to(self._dtype).cpu().contiguous() for name, tensor in bucket}
         with self._writing():
             # safetensors' own writer makes files of mode 600, whatever that of their folder
-            (self._root / self._push.name / f"{self._num_files:05d}.safetensors").write_bytes(save(held))
+            (self._root / self._sync.name / f"{self._num_files:05d}.safetensors").write_bytes(save(held))
         self._num_files += 1
         (hashes,) = read_hashes([value_hash(tensor, self._dtype) for tensor in held.values()])
         for name, bits in zip(held, hashes, strict=True):
-            self._push.hashes[name] = bits
-            self._push.hashes_there[self._vllm_name(name)] = bits
+            self._sync.hashes[name] = bits
+            self._sync.hashes_there[self._vllm_name(name)] = bits
 
-    def finish(self) -> Push:
-        """The push that is complete."""
-        assert self._push is not None, "no push has begun"
-        return self._push
+    def finish(self) -> Sync:
+        """The weight sync that is complete."""
+        assert self._sync is not None, "no weight sync has begun"
+        return self._sync
 
     def delete_older(self) -> None:
-        """Delete the pushes before the last one, which no server needs any more."""
+        """Delete the weight syncs before the last one, which no server needs any more."""
         while self._older:
             shutil.rmtree(self._root / self._older.pop().name, ignore_errors=True)
 

@@ -32,7 +32,7 @@ FOUND_SIGMAS, RULED_OUT_SIGMAS = 4.0, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
+class Mismatch:
     """Distance between two lists of log-probs of the same tokens."""
 
     mean_abs: float
@@ -40,18 +40,18 @@ class Gap:
     """Mean of e^x - x - 1 with x = trainer - engine: the k3 estimate of KL(engine || trainer)."""
 
     @staticmethod
-    def of(engine: Sequence[float] | Array, trainer: Sequence[float] | Array) -> Gap:
+    def of(engine: Sequence[float] | Array, trainer: Sequence[float] | Array) -> Mismatch:
         # 64 bits, in which k3 of a rounding error of float32 is more than rounding
         engine_A, trainer_A = (torch.as_tensor(x, dtype=torch.float64) for x in (engine, trainer))
-        return Gap(mean_abs=float((engine_A - trainer_A).abs().mean()), k3=float(k3(engine_A, trainer_A).mean()))
+        return Mismatch(mean_abs=float((engine_A - trainer_A).abs().mean()), k3=float(k3(engine_A, trainer_A).mean()))
 
-    def clearly_below(self, other: Gap) -> bool:
+    def clearly_below(self, other: Mismatch) -> bool:
         """True if this distance is smaller by a factor that chance does not explain."""
         return MEAN_FACTOR * self.mean_abs < other.mean_abs or K3_FACTOR * self.k3 < other.k3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnToken:
+class SampledToken:
     """One sampled token with the log-probs of engine and trainer."""
 
     row: str
@@ -64,42 +64,42 @@ class DrawnToken:
     trainer_logprob: float
 
     @property
-    def gap(self) -> float:
+    def mismatch(self) -> float:
         """Absolute difference; NaN, which exceeds any limit, where a side is not finite."""
         return abs(self.engine_logprob - self.trainer_logprob)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KindReading(Gap):
+class KindMismatch(Mismatch):
     """Parity over all tokens sampled for one kind of prompt."""
 
     kind: PromptKind
     prompts: int
     tokens: int
-    worst: DrawnToken
+    worst: SampledToken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultReading:
+class FaultMismatch:
     """The engine beside a trainer with a known fault, on the prompts that the fault changes.
 
     Its distances from the trainer as it is and from the one with the fault, and the number of tokens nearer to each.
     """
 
     name: str
-    sound: Gap
-    faulty: Gap
+    sound: Mismatch
+    faulty: Mismatch
     nearer_sound: int
     nearer_fault: int
 
     @staticmethod
-    def of(name: str, columns: Sequence[Columns]) -> FaultReading:
+    def of(name: str, columns: Sequence[Columns]) -> FaultMismatch:
         engine_A, sound_A, faulty_A = (np.concatenate(column) for column in zip(*columns, strict=True))
         to_sound_A, to_fault_A = np.abs(engine_A - sound_A), np.abs(engine_A - faulty_A)
-        return FaultReading(
+        return FaultMismatch(
             name=name,
-            sound=Gap.of(engine_A, sound_A),
-            faulty=Gap.of(engine_A, faulty_A),
+            sound=Mismatch.of(engine_A, sound_A),
+            faulty=Mismatch.of(engine_A, faulty_A),
             nearer_sound=int((to_sound_A < to_fault_A).sum()),
             nearer_fault=int((to_fault_A < to_sound_A).sum()),
         )
@@ -108,7 +108,7 @@ class FaultReading:
     def ruled_out(self) -> bool:
         """The engine is clearly nearer to the sound trainer: in the mean, and on more tokens than chance explains.
 
-        The few tokens that are compared after a push rule it out if all say so.
+        The few tokens that are compared after a weight sync rule it out if all say so.
         """
         most = self.nearer_fault == 0 or self._sigmas <= -RULED_OUT_SIGMAS
         return self.sound.clearly_below(self.faulty) and most
@@ -137,16 +137,16 @@ class FaultReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """A rule that a reading breaks."""
+    """A rule that a result breaks."""
 
-    kind: KindReading
+    kind: KindMismatch
     """The kind of prompt that breaks it."""
     text: str
     """Measured value, and what the rule allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParityReading:
+class ParityResult:
     """Result of the parity gate."""
 
     model: str
@@ -155,11 +155,11 @@ class ParityReading:
     """Largest mean absolute difference of a kind of prompt; `max_k3` is its largest k3."""
     max_k3: float
     dtype: str
-    kinds: tuple[KindReading, ...]
-    faults: tuple[FaultReading, ...] = ()
+    kinds: tuple[KindMismatch, ...]
+    faults: tuple[FaultMismatch, ...] = ()
 
     @property
-    def worst(self) -> KindReading:
+    def worst(self) -> KindMismatch:
         """The kind of prompt with the largest mean difference; NaN counts as larger than any number."""
         return max(self.kinds, key=lambda kind: nan_as_infinity(kind.mean_abs))
 
@@ -173,7 +173,7 @@ class ParityReading:
         return self.violation is None
 
     @property
-    def push_violation(self) -> Violation | None:
+    def sync_violation(self) -> Violation | None:
         """The first broken rule of those that a few tokens can tell: on the mean, and on known faults."""
         return self._mean_violation() or self._fault_violation()
 
@@ -193,7 +193,7 @@ class ParityReading:
         return Violation(kind=kind, text=f"have a k3 of {kind.k3:.3g}, and {limit}")
 
     @property
-    def doubtful(self) -> tuple[FaultReading, ...]:
+    def doubtful(self) -> tuple[FaultMismatch, ...]:
         """Faults that the engine may have, since it is not clearly nearer to the sound trainer; the nearest first."""
         doubtful = [fault for fault in self.faults if not fault.ruled_out]
         return tuple(sorted(doubtful, key=lambda fault: nan_as_infinity(fault.faulty.mean_abs)))
@@ -226,37 +226,37 @@ class ParityReading:
 
 
 def nan_as_infinity(value: float) -> float:
-    """The value as it is ordered among readings."""
+    """The value as it is ordered among results."""
     return math.inf if math.isnan(value) else value
 
 
-def parity_failure(reading: ParityReading) -> str:
-    """Error message of a reading that breaks a rule."""
-    broken = reading.push_violation or reading.violation
+def parity_failure(result: ParityResult) -> str:
+    """Error message of a result that breaks a rule."""
+    broken = result.sync_violation or result.violation
     assert broken is not None, "no rule is broken"
     kind, token = broken.kind, broken.kind.worst
     return (
-        f"{reading.model}: on prompts {kind.kind} the log-probs of the {reading.engine} engine and of the trainer "
+        f"{result.model}: on prompts {kind.kind} the log-probs of the {result.engine} engine and of the trainer "
         f"{broken.text}; worst is token {token.text!r} (id {token.token_id}), number {token.number} of a completion of "
         f"{token.row}: {token.engine_logprob:.3f} in the engine, {token.trainer_logprob:.3f} in the trainer. "
-        f"{nearest_fault(reading)}{_likely_fix(reading, broken)}"
+        f"{nearest_fault(result)}{_likely_fix(result, broken)}"
     )
 
 
-def nearest_fault(reading: ParityReading) -> str:
+def nearest_fault(result: ParityResult) -> str:
     """Sentence about the fault that is nearest to the engine; empty if the trainer as it is is nearer than any."""
-    nearest = next(iter(reading.doubtful), None)
+    nearest = next(iter(result.doubtful), None)
     if nearest is None or not nearest.faulty.mean_abs < nearest.sound.mean_abs:
         return ""
     verdict = "The engine seems to have this fault" if nearest.found else "No known fault explains it; the nearest is"
     return f"{verdict}: {nearest.text}. "
 
 
-def _likely_fix(reading: ParityReading, broken: Violation) -> str:
-    if reading.engine.endswith("(int8 decoding)"):
+def _likely_fix(result: ParityResult, broken: Violation) -> str:
+    if result.engine.endswith("(int8 decoding)"):
         return "Set rollout.engine.decode_weights=exact, or raise the limit to what importance_sampling_fix may correct"
-    others = [kind for kind in reading.kinds if kind.kind != broken.kind.kind]
-    agree = all(kind.mean_abs <= reading.limit and kind.k3 <= reading.max_k3 for kind in others)
+    others = [kind for kind in result.kinds if kind.kind != broken.kind.kind]
+    agree = all(kind.mean_abs <= result.limit and kind.k3 <= result.max_k3 for kind in others)
     if broken.kind.kind == "with images" and others and agree:
         return (
             "Without images they agree: look at the positions of image tokens and at what encodes the images: does "

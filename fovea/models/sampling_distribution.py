@@ -1,9 +1,9 @@
-"""The distribution that completions are drawn from: temperature, then probability 0 for banned token ids.
+"""The distribution that completions are sampled from: temperature, then probability 0 for banned token ids.
 
 Engine and trainer turn logits into log-probs here and nowhere else, so that both are of one distribution. A log-prob of
-the whole vocabulary would let a policy move probability to tokens that are never drawn, and nothing would pull it back.
-An engine needs the log-prob of one token per row only, for which `drawn_weights_` passes over the vocabulary fewer
-times; `drawn_logprobs_` is its slow twin.
+the whole vocabulary would let a policy move probability to tokens that are never sampled, and nothing would pull it back.
+An engine needs the log-prob of one token per row only, for which `sampling_weights_` passes over the vocabulary fewer
+times; `sampling_logprobs_` is its slow twin.
 
 Axes: `B` rows, `W` vocabulary, `K` banned ids.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from fovea.errors import TrainError
 
 
-def drawn_logprobs_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Tensor) -> Tensor:
+def sampling_logprobs_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Tensor) -> Tensor:
     """Log-probs [B, W] at `temperature`, one number or [B, 1], with -inf at banned ids.
 
     The float32 logits are overwritten by the scaled and masked ones.
@@ -33,7 +33,7 @@ def drawn_logprobs_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Te
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnWeights:
+class SamplingWeights:
     """Probabilities before they are divided by their sum, and their logarithms."""
 
     relative_BW: Tensor
@@ -47,8 +47,8 @@ class DrawnWeights:
         return (self.relative_BW.gather(1, tokens_B[:, None]) - self.total_B1.log())[:, 0]
 
 
-def drawn_weights_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Tensor) -> DrawnWeights:
-    """The distribution of `drawn_logprobs_` as weights; the float32 logits are overwritten by the relative ones."""
+def sampling_weights_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Tensor) -> SamplingWeights:
+    """The distribution of `sampling_logprobs_` as weights; the float32 logits are overwritten by the relative ones."""
     assert logits_BW.dtype == torch.float32, f"log-probs of logits in {logits_BW.dtype}"
     if isinstance(temperature, Tensor) or temperature != 1:
         logits_BW /= temperature
@@ -57,7 +57,7 @@ def drawn_weights_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Ten
     relative_BW = logits_BW.sub_(peak_B1)
     weights_BW = torch.exp(relative_BW)
     total_B1 = weights_BW.sum(dim=1, keepdim=True)
-    return DrawnWeights(relative_BW=relative_BW, weights_BW=weights_BW, total_B1=total_B1)
+    return SamplingWeights(relative_BW=relative_BW, weights_BW=weights_BW, total_B1=total_B1)
 
 
 def banned_mass(banned_logits_BK: Tensor, logsumexp_B: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def banned_mass(banned_logits_BK: Tensor, logsumexp_B: Tensor) -> Tensor:
     return torch.sigmoid(banned_logits_BK.logsumexp(dim=-1) - logsumexp_B)
 
 
-def check_drawable(token_ids: NDArray[np.int64], banned_ids: Sequence[int], where: str) -> None:
+def check_can_be_sampled(token_ids: NDArray[np.int64], banned_ids: Sequence[int], where: str) -> None:
     """TrainError if one of the tokens is banned: its log-prob would be -inf, and so would be a loss on it."""
     found = token_ids[np.isin(token_ids, banned_ids)]
     if len(found):

@@ -1,4 +1,4 @@
-"""Terms of two views of a picture, clean and masked: PAPO's loss and VPPO's weights.
+"""Terms of a picture, clean and masked: PAPO's loss and VPPO's weights.
 
 A token's dependence on the picture is KL(clean || masked) of its distributions, by the k3 estimate of `kl.k3`.
 
@@ -17,7 +17,7 @@ from fovea.algorithms.kl import k3
 SAME_DEPENDENCE = 1e-6
 
 
-def views_loss(
+def masked_pictures_loss(
     logprobs_A: Tensor,
     masked_logprobs_A: Tensor,
     *,

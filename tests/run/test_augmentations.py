@@ -11,10 +11,10 @@ import pytest
 
 from fovea.config.loading import load_config
 from fovea.data.prompt_source import PromptedTask
+from fovea.run.augmentations import in_one_turn, with_augmentations
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.run.rollout_step import roll_out
-from fovea.run.views import in_one_turn, with_views
 from fovea.samples import make_batch
 from fovea.train.base import Needs
 from fovea.types import Batch, Prompt, Sample
@@ -31,8 +31,8 @@ SHORT = [
     *("rollout.prompts_per_step=3", "rollout.samples_per_prompt=4", "max_steps=2", "evaluate.before_training=false"),
     *("evaluate.test_size=4", "log.samples_every_steps=1"),
 ]
-SAMPLES = ["rollout.samples_per_prompt=4", "algorithm.views.mask_patch_px=8"]
-BOTH = ["rollout.views.share=0.25", "algorithm.views=vppo", "algorithm.minibatches=2"]
+SAMPLES = ["rollout.samples_per_prompt=4", "algorithm.augmentation.mask_patch_px=8"]
+BOTH = ["rollout.augmentation.share=0.25", "algorithm.augmentation=vppo", "algorithm.minibatches=2"]
 SAME, OTHER = 1e-5, 1e-3
 
 
@@ -40,28 +40,30 @@ def views_of(run: Run, step: int) -> list[PromptedTask]:
     order = run.stream.order.state()
     prompted = run.stream.source.take(run.stream.order, 3)
     run.stream.order.restore(order)
-    return with_views(run.stream.source, prompted, run.config, step=step, num_before=0)
+    return with_augmentations(run.stream.source, prompted, run.config, step=step, num_before=0)
 
 
 def scored(run: Run, batch: Batch, prompts: list[Prompt | None]) -> tuple[Sample, ...]:
     """The samples with the trainer's log-probs on these prompts as old ones."""
     groups = zip(batch.groups, prompts, strict=True)
     on_prompts = Batch(groups=tuple(replace(group, prompt=prompt, masked=None) for group, prompt in groups))
-    return wait_for(run.policy.annotate(on_prompts, Needs(old_logprobs=True))).samples
+    return wait_for(run.policy.compute_logprobs(on_prompts, Needs(old_logprobs=True))).samples
 
 
 def test_every_log_prob_is_of_the_view_that_it_is_said_to_be_of(tmp_path: Path) -> None:
     run = build(load_config([ROOT / "recipes/shapes.yaml"], [*SHORT, *BOTH, f"run_dir={tmp_path}"]))
     wait_for(begin(run))
-    views = views_of(run, 0)
+    augmentation = views_of(run, 0)
     groups = wait_for(roll_out(run.engine, run.stream, run.config, step=0, phases=run.phases)).groups
     batch, _ = make_batch(groups, run.config.algorithm, max_new_tokens=8)
-    assert [[sample.on_view for sample in group.samples] for group in batch.groups] == [[False, False, False, True]] * 3
-    annotated = wait_for(run.policy.annotate(batch, Needs.of(run.config.algorithm))).samples
-    on_noisy = scored(run, batch, [view.noisy for view in views])
-    on_masked = scored(run, batch, [view.masked for view in views])
-    for sample, noisy, masked in zip(annotated, on_noisy, on_masked, strict=True):
-        same, other = (noisy, sample) if sample.on_view else (sample, noisy)
+    assert [[sample.is_noisy for sample in group.samples] for group in batch.groups] == [
+        [False, False, False, True]
+    ] * 3
+    with_logprobs = wait_for(run.policy.compute_logprobs(batch, Needs.of(run.config.algorithm))).samples
+    on_noisy = scored(run, batch, [view.noisy for view in augmentation])
+    on_masked = scored(run, batch, [view.masked for view in augmentation])
+    for sample, noisy, masked in zip(with_logprobs, on_noisy, on_masked, strict=True):
+        same, other = (noisy, sample) if sample.is_noisy else (sample, noisy)
         np.testing.assert_allclose(same.old_logprobs_T, sample.rollout_logprobs_T, atol=SAME)
         assert np.abs(other.old_logprobs_T - sample.rollout_logprobs_T).max() > OTHER
         np.testing.assert_allclose(sample.masked_logprobs_T, masked.old_logprobs_T, atol=SAME)
@@ -78,8 +80,8 @@ def test_every_log_prob_is_of_the_view_that_it_is_said_to_be_of(tmp_path: Path) 
 def test_a_run_with_views_ends_and_two_are_the_same(tmp_path: Path) -> None:
     found = [train_here("shapes", tmp_path / name, *SHORT, *BOTH, "parity.prompts=2") for name in ("a", "b")]
     assert untimed(tmp_path / "a") == untimed(tmp_path / "b")
-    assert all(row["views/noise_step"] == 500 for row in found[0])
-    assert all(row["rollout_train_max"] < SAME for row in found[0])
+    assert all(row["augmentation/noise_step"] == 500 for row in found[0])
+    assert all(row["mismatch/max"] < SAME for row in found[0])
 
 
 @pytest.mark.slow
@@ -100,10 +102,10 @@ def test_an_engine_of_another_process_draws_on_the_same_views(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (["rollout.views={}", "algorithm.importance_sampling_fix=true"], "importance_sampling_fix"),
-        (["rollout.views={}", "algorithm.old_logprobs=engine"], "old_logprobs=engine"),
-        (["rollout.views.share=0.1", "rollout.samples_per_prompt=4"], "rollout.views.share=0.1"),
-        (["algorithm.views=vppo", "rollout.max_staleness_steps=1"], "max_staleness_steps=1"),
+        (["rollout.augmentation={}", "algorithm.importance_sampling_fix=true"], "importance_sampling_fix"),
+        (["rollout.augmentation={}", "algorithm.old_logprobs=engine"], "old_logprobs=engine"),
+        (["rollout.augmentation.share=0.1", "rollout.samples_per_prompt=4"], "rollout.augmentation.share=0.1"),
+        (["algorithm.augmentation=vppo", "rollout.max_staleness_steps=1"], "max_staleness_steps=1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -115,6 +117,6 @@ def test_settings_that_do_not_go_with_views_are_refused(settings: list[str], nam
 def test_environments_of_several_turns_are_refused() -> None:
     environment = BanditEnvironment()
     environment.max_turns = 2
-    config = load_config([ROOT / "recipes/shapes.yaml"], ["rollout.views={}"])
+    config = load_config([ROOT / "recipes/shapes.yaml"], ["rollout.augmentation={}"])
     with pytest.raises(ConfigError, match="later turns"):
         in_one_turn(config, environment)

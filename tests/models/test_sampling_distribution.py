@@ -12,10 +12,10 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, Tem
 
 from fovea.config.model import Lora, Model
 from fovea.errors import TrainError
-from fovea.models.drawn_distribution import banned_mass, drawn_logprobs_, drawn_weights_
 from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
+from fovea.models.sampling_distribution import banned_mass, sampling_logprobs_, sampling_weights_
 from fovea.models.token_logprobs import TokenScores, token_scores
 from fovea.models.trainable import choose_trainable
 from fovea.models.vlm import VLM
@@ -38,7 +38,7 @@ def test_log_probs_are_those_of_transformers_processors(temperature: float | Ten
     logits = 4 * torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0))
     rows = temperature.flatten().tolist() if isinstance(temperature, Tensor) else [temperature] * 3
     for row, (given, found) in enumerate(
-        zip(logits.clone(), drawn_logprobs_(logits.clone(), temperature, torch.tensor(BANNED)), strict=True)
+        zip(logits.clone(), sampling_logprobs_(logits.clone(), temperature, torch.tensor(BANNED)), strict=True)
     ):
         processors = LogitsProcessorList([SuppressTokensLogitsProcessor(BANNED)])
         if rows[row] != 1:
@@ -53,8 +53,8 @@ def test_weights_are_those_of_the_log_probs(temperature: float | Tensor) -> None
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [20], [1e4]])
     logits[:, 7] = -torch.inf
     banned_K = torch.tensor(BANNED)
-    expected = drawn_logprobs_(logits.clone(), temperature, banned_K)
-    found = drawn_weights_(logits.clone(), temperature, banned_K)
+    expected = sampling_logprobs_(logits.clone(), temperature, banned_K)
+    found = sampling_weights_(logits.clone(), temperature, banned_K)
     torch.testing.assert_close(found.weights_BW / found.total_B1, expected.exp())
     for token in (1, BANNED[0], 7):
         torch.testing.assert_close(found.logprobs(torch.tensor([token] * 3)), expected[:, token])

@@ -1,4 +1,4 @@
-"""Settings of views: pictures that are changed for some completions of a group, or for a term of the loss."""
+"""Settings of augmentations: pictures that are changed for some completions of a group, or for a term of the loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fovea_gym.settings.base import Coefficient, CoefficientOrZero, Fraction, Po
 Share: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 
 
-class RolloutViews(Section):
+class NoisyPictures(Section):
     """NoisyRollout: sample some completions of every group on noisy pictures; all are trained on the clean ones."""
 
     share: Share = 0.5
@@ -23,13 +23,13 @@ class RolloutViews(Section):
     decay_mid_step: PositiveInt = 40
     """Training step at which noise_step has fallen to half."""
 
-    def num_drawn(self, samples_per_prompt: int) -> int:
+    def num_sampled(self, samples_per_prompt: int) -> int:
         """Number of completions of a group that are sampled on noisy pictures."""
         return round(self.share * samples_per_prompt)
 
 
-class MaskedViews(Section):
-    """A second view of every picture, with random black square patches."""
+class MaskedPictures(Section):
+    """A second copy of every picture, with random black square patches."""
 
     mask_ratio: Fraction = 0.6
     """Probability with which a patch is black."""
@@ -39,7 +39,7 @@ class MaskedViews(Section):
     """Weight of the mean of -log p over the tokens, an estimate of the entropy, in the loss."""
 
 
-class Papo(MaskedViews):
+class Papo(MaskedPictures):
     """PAPO: raise the KL divergence from the policy on the clean picture to that on the masked one."""
 
     name: Literal["papo"] = "papo"
@@ -49,7 +49,7 @@ class Papo(MaskedViews):
     """As entropy_penalty, but for log-probs on the masked picture."""
 
 
-class Vppo(MaskedViews):
+class Vppo(MaskedPictures):
     """VPPO: train on the tokens that depend most on the picture, and more on completions that depend more on it."""
 
     name: Literal["vppo"] = "vppo"
@@ -63,4 +63,4 @@ class Vppo(MaskedViews):
     """Factor of the advantages of the completion that depends least on the picture; the mean factor is 1."""
 
 
-ViewsConfig: TypeAlias = Annotated[Papo | Vppo, Field(discriminator="name")]
+AugmentationTerm: TypeAlias = Annotated[Papo | Vppo, Field(discriminator="name")]

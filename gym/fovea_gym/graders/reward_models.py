@@ -38,7 +38,7 @@ class Overrulable(Grader, Protocol):
         ...
 
 
-class OpinionOfJudge:
+class JudgeScores:
     """A judge as a grader of the last turn."""
 
     def __init__(
@@ -59,7 +59,7 @@ class OpinionOfJudge:
         return Score(reward=judged, accuracy=judged)
 
 
-class OpinionOfRewardModel(OpinionOfJudge):
+class RewardModelScores(JudgeScores):
     """A reward model as a grader of the last turn."""
 
     def __init__(self, model: ScoresAnswers, open_image: OpenImage) -> None:

@@ -1,4 +1,4 @@
-"""Weights of a network as a push sends them: each is made when its turn comes, with its adapter merged or beside it."""
+"""Weights of a network as a weight sync sends them: each is made when its turn comes, with its adapter merged or beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fovea.types import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OutgoingWeight:
+class WeightToSync:
     """A weight under its Hugging Face name."""
 
     name: str
@@ -41,30 +41,30 @@ class OutgoingWeight:
         return merged(self.parameter, self.adapter)
 
 
-def outgoing(network: nn.Module) -> Iterator[OutgoingWeight]:
+def weights_to_sync(network: nn.Module) -> Iterator[WeightToSync]:
     """Every parameter as it is, adapters beside the weights that they add to (`trainable.factored_weights`)."""
     kind = config_of(network).model_type
     return (
-        OutgoingWeight(name=name, parameter=parameter, is_turned=is_turned(name, kind))
+        WeightToSync(name=name, parameter=parameter, is_turned=is_turned(name, kind))
         for name, parameter in factored_weights(network)
     )
 
 
-def outgoing_merged(network: nn.Module) -> Iterator[OutgoingWeight]:
+def merged_weights_to_sync(network: nn.Module) -> Iterator[WeightToSync]:
     """Every weight of the model without adapters, each with its adapter merged (`trainable.merged_weights`)."""
     kind = config_of(network).model_type
     return (
-        OutgoingWeight(name=name, parameter=parameter, adapter=adapter, is_turned=is_turned(name, kind))
+        WeightToSync(name=name, parameter=parameter, adapter=adapter, is_turned=is_turned(name, kind))
         for name, parameter, adapter in adapted_weights(network)
     )
 
 
-def in_layout_of_files(weights: Iterable[OutgoingWeight]) -> Iterator[OutgoingWeight]:
+def in_layout_of_files(weights: Iterable[WeightToSync]) -> Iterator[WeightToSync]:
     """The same weights as files of the hub hold them, for engines of other packages, which load those."""
     return (_turned(weight) if weight.is_turned else weight for weight in weights)
 
 
-def _turned(weight: OutgoingWeight) -> OutgoingWeight:
+def _turned(weight: WeightToSync) -> WeightToSync:
     # detached, since a view of a weight under training has a gradient function
     view = in_hub_layout(weight.parameter.detach())
     return replace(weight, parameter=view.requires_grad_(weight.is_trained))

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from fovea.data.views import Mask, SeededView
+from fovea.data.augmentations import Mask, SeededAugmentation
 
-MASK = SeededView(view=Mask(ratio=0.6, patch_px=14), seed=(0,))
+MASK = SeededAugmentation(change=Mask(ratio=0.6, patch_px=14), seed=(0,))
 
 
 def low_var_kl(logprobs_BT: Tensor, other_BT: Tensor) -> Tensor:

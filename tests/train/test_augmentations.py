@@ -18,18 +18,18 @@ from fovea.samples import replace_samples
 from fovea.train.base import Needs
 from fovea.train.ranks import ALONE
 from fovea.types import Batch, Metrics
+from tests.augmentations import MASK, authors_vppo, low_var_kl
 from tests.flops import NOT_COUNTED_BY_TORCH
 from tests.policies import GRADIENT_TOLERANCE, NUM_TOKENS, make_batch, make_policy, update_gradients
 from tests.reference import largest_relative_difference, reference_logprobs
 from tests.tiny_models import mixed_prompts, tiny
 from tests.train.rank_policies import policy_of, step
-from tests.views import MASK, authors_vppo, low_var_kl
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 COEF, PENALTY, MASKED_PENALTY = 0.3, 0.2, 0.1
 PAPO = {"name": "papo", "coef": COEF, "entropy_penalty": PENALTY, "masked_entropy_penalty": MASKED_PENALTY}
-CONSTANT = Algorithm.model_validate({"views": PAPO})
-VPPO = Algorithm.model_validate({"views": {"name": "vppo", "entropy_penalty": PENALTY}})
+CONSTANT = Algorithm.model_validate({"augmentation": PAPO})
+VPPO = Algorithm.model_validate({"augmentation": {"name": "vppo", "entropy_penalty": PENALTY}})
 
 
 def masked_batch(parts: TinyParts) -> Batch:
@@ -43,7 +43,7 @@ def masked_batch(parts: TinyParts) -> Batch:
 def updated(parts: TinyParts, algorithm: Algorithm, **train: object) -> tuple[dict[str, Tensor], Metrics]:
     """Gradients and metrics of one step."""
     policy, batch = make_policy(parts, algorithm=algorithm, **train), masked_batch(parts)
-    batch = policy.annotate(batch, Needs.of(algorithm))
+    batch = policy.compute_logprobs(batch, Needs.of(algorithm))
     if algorithm is VPPO:
         batch, _ = with_advantages(batch, algorithm, 0.0)
     metrics: Metrics = {}
@@ -98,11 +98,11 @@ def counted(algorithm: Algorithm) -> tuple[int, int]:
     """Floating point operations of scoring and of the update of a step, as torch counts them."""
     parts = tiny("qwen3_vl", hidden_size=128, num_heads=4, num_kv_heads=2, intermediate_size=512)
     policy, batch = make_policy(parts, algorithm=algorithm), masked_batch(parts)
-    if algorithm.views is None:
+    if algorithm.augmentation is None:
         batch = Batch(groups=tuple(replace(group, masked=None) for group in batch.groups))
     scoring, update = (FlopCounterMode(display=False, custom_mapping=NOT_COUNTED_BY_TORCH) for _ in range(2))
     with scoring:
-        batch = policy.annotate(batch, Needs.of(algorithm))
+        batch = policy.compute_logprobs(batch, Needs.of(algorithm))
     with update:
         policy.update(batch)
     return scoring.get_total_flops(), update.get_total_flops()
@@ -125,7 +125,7 @@ def test_any_split_gives_the_same_gradient(settings: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("algorithm", [CONSTANT, VPPO], ids=["papo", "vppo"])
 def test_a_rank_is_sent_the_pixels_of_both_views(algorithm: Algorithm) -> None:
-    policy = policy_of(ALONE, algorithm.model_dump(include={"views"}), train={"max_tokens_per_microbatch": 150})
+    policy = policy_of(ALONE, algorithm.model_dump(include={"augmentation"}), train={"max_tokens_per_microbatch": 150})
     assert step(policy, masked_batch(tiny("qwen3_vl")))["picture/dependence"] > 0
 
 
@@ -134,8 +134,8 @@ def test_samples_of_noisy_pictures_are_no_measure_of_the_engine() -> None:
     batch = make_batch(tiny("qwen3_vl"))
     first, *others = batch.groups
     noisy = replace(first.samples[0], rollout_logprobs_T=np.full(5, -50.0, np.float32))
-    whole = Batch(groups=(replace(first, samples=(replace(noisy, on_view=True), *first.samples[1:])), *others))
+    whole = Batch(groups=(replace(first, samples=(replace(noisy, is_noisy=True), *first.samples[1:])), *others))
     without = Batch(groups=(replace(first, samples=first.samples[1:]), *others))
     found, expected = (make_policy(tiny("qwen3_vl")).update(each) for each in (whole, without))
-    for key in ("rollout_train_abs", "rollout_train_kl", "rollout_train_max", "rollout_train_abs/trained"):
+    for key in ("mismatch/abs", "mismatch/kl", "mismatch/max", "mismatch_trained/abs"):
         assert found[key] == pytest.approx(expected[key], rel=1e-5) != 0

@@ -1,7 +1,7 @@
-"""Pushes of a policy's weights to the engines.
+"""Syncs of a policy's weights to the engines.
 
 An engine on the policy's own tensors only has to know that they have changed (`SharedWeights`). For all others the
-weights are gathered one by one, and given to sinks in buckets of bounded size (`WeightPusher`): to a copy of the
+weights are gathered one by one, and given to receivers in buckets of bounded size (`WeightSender`): to a copy of the
 network in this process, to an engine with its own weights, or to those of other processes.
 """
 
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from fovea.errors import EngineError
-from fovea.models.outgoing import OutgoingWeight
+from fovea.models.weights_to_sync import WeightToSync
 from fovea.rollout.base import Engine
 from fovea.rollout.checks import check_shapes
 from fovea.train.local import Caller, call_here
 from fovea.train.torch.sharding import full
 from fovea.types import Shape, Weights
 from fovea.utils.checksum import bit_hash, combined, read_hashes
-from fovea.weights.base import LosesEngines, SyncReport, WeightSink
+from fovea.weights.base import LosesEngines, SyncReport, WeightReceiver
 
 BUCKET_BYTES = 1 << 26
-"""Tensors that a sink gets in one call: enough that calls cost nothing, and little beside a layer of a large model."""
+"""Tensors that a receiver gets in one call: enough that calls cost nothing, and little beside a layer of a large model."""
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class NetworkEngine(Engine, Protocol):
     """An engine that samples with tensors in this process."""
 
     def own_weights(self) -> Weights:
-        """The tensors of the engine's network, under the names of a push."""
+        """The tensors of the engine's network, under the names of a weight sync."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -40,68 +40,70 @@ class NetworkEngine(Engine, Protocol):
         ...
 
 
-class WeightPusher:
-    """Gives the tensors of a policy to this process's sinks; all ranks of the policy make the same pushes.
+class WeightSender:
+    """Gives the tensors of a policy to this process's receivers; all ranks of the policy make the same syncs.
 
-    The first push brings all weights, later ones those that training changes: not a frozen tower, and with LoRA only
-    the adapters where the engine takes them. The push after one that failed brings all weights again.
+    The first weight sync brings all weights, later ones those that training changes: not a frozen tower, and with LoRA only
+    the adapters where the engine takes them. The weight sync after one that failed brings all weights again.
     """
 
     def __init__(
         self,
-        weights: Callable[[], Iterable[OutgoingWeight]],
-        sinks: Sequence[WeightSink],
+        weights: Callable[[], Iterable[WeightToSync]],
+        receivers: Sequence[WeightReceiver],
         *,
         dtype: torch.dtype | None = None,
         always_all: bool = False,
         call: Caller = call_here,
     ) -> None:
         """`dtype` is that of the engines' weights, where the policy's shards may be of another. With `always_all`,
-        every push brings all weights; all ranks must agree on it, also those without a sink.
+        every weight sync brings all weights; all ranks must agree on it, also those without a receiver.
 
-        `call` makes the calls of the policy, whose collectives must not mix with those of a push.
+        `call` makes the calls of the policy, whose collectives must not mix with those of a weight sync.
         """
         self._weights = weights
-        self._sinks = sinks
+        self._receivers = receivers
         self._dtype = dtype
         self._call = call
         self._always_all = always_all
         self._sent_all = False
 
-    async def push(self, version: int) -> SyncReport:
-        report: SyncReport = await self._call(self._push, version)
+    async def sync(self, version: int) -> SyncReport:
+        report: SyncReport = await self._call(self._sync, version)
         return report
 
     async def leave_out_lost(self, left: Sequence[int]) -> None:
         """Send only to the remaining engines elsewhere, by rank among all workers."""
-        for sink in self._sinks:
-            if isinstance(sink, LosesEngines):
-                sink.leave_out_lost(left)
+        for receiver in self._receivers:
+            if isinstance(receiver, LosesEngines):
+                receiver.leave_out_lost(left)
 
-    def _push(self, version: int) -> SyncReport:
-        # `_sent_all` for the ranks without a sink, which gather along
-        sends_all = self._always_all or not self._sent_all or not all(sink.has_weights for sink in self._sinks)
+    def _sync(self, version: int) -> SyncReport:
+        # `_sent_all` for the ranks without a receiver, which gather along
+        sends_all = (
+            self._always_all or not self._sent_all or not all(receiver.has_weights for receiver in self._receivers)
+        )
         sent = [weight for weight in self._weights() if weight.is_trained or sends_all]
         self._sent_all = False
-        for sink in self._sinks:
-            sink.begin_push({weight.name: weight.shape for weight in sent})
+        for receiver in self._receivers:
+            receiver.begin_sync({weight.name: weight.shape for weight in sent})
         hashes: list[Tensor] = []
         num_bytes = 0
         for bucket in in_buckets((each.name, full(each.tensor(), self._dtype).contiguous()) for each in sent):
-            if self._sinks:
+            if self._receivers:
                 hashes += [bit_hash(tensor) for _, tensor in bucket]
                 num_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            for sink in self._sinks:
-                sink.take_weights(bucket)
-        bits = read_compared(hashes, self._sinks)
-        for sink in self._sinks:
-            sink.finish_push(version)
+            for receiver in self._receivers:
+                receiver.receive_weights(bucket)
+        bits = read_compared(hashes, self._receivers)
+        for receiver in self._receivers:
+            receiver.finish_sync(version)
         self._sent_all = True
         return SyncReport(
             version=version,
             num_tensors=len(sent),
             bytes_copied=num_bytes,
-            checksum=combined(bits) if self._sinks else None,
+            checksum=combined(bits) if self._receivers else None,
         )
 
 
@@ -111,14 +113,14 @@ class SharedWeights:
     Nothing is sent, and so nothing is compared: the engine reads its tensors again and empties its caches.
     """
 
-    def __init__(self, engine: NetworkEngine, elsewhere: WeightPusher | None = None) -> None:
+    def __init__(self, engine: NetworkEngine, elsewhere: WeightSender | None = None) -> None:
         self._engine = engine
         self._elsewhere = elsewhere
 
-    async def push(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         report = SyncReport(version=version, num_tensors=0, bytes_copied=0)
         if self._elsewhere is not None:
-            report = await self._elsewhere.push(version)
+            report = await self._elsewhere.sync(version)
         self._engine.load_weights(dict(self._engine.own_weights()), version)
         return report
 
@@ -135,19 +137,19 @@ class NetworkCopy:
         self._engine = engine
         self._own = dict(engine.own_weights())
         self._names: list[str] = []
-        """Names of the tensors of this push, in its order."""
+        """Names of the tensors of this weight sync, in its order."""
         self._converted: dict[str, Tensor] = {}
         """Hashes of those that have another type in the engine, as it holds them if they arrive."""
         self.has_weights = False
 
-    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+    def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
         # all of the engine's weights or, where it has all, some of them
         due = shapes.keys() & self._own.keys() if self.has_weights else self._own.keys()
         check_shapes(shapes, {name: tuple(self._own[name].shape) for name in due}, engine="the engine")
         self._names, self._converted = [], {}
 
     @torch.no_grad()
-    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in bucket:
             own = self._own[name]
             if not own.untyped_storage().nbytes():
@@ -158,7 +160,7 @@ class NetworkCopy:
                 self._converted[name] = bit_hash(tensor.to(own.dtype))
 
     def hashes(self) -> list[Tensor]:
-        """Hashes of the tensors of this push as the engine holds them, then of those that it holds in another type.
+        """Hashes of the tensors of this weight sync as the engine holds them, then of those that it holds in another type.
 
         To be taken after the last tensor: one that shares memory with another would be overwritten later.
         """
@@ -175,15 +177,15 @@ class NetworkCopy:
                 "report this as a bug if it comes back"
             )
 
-    def finish_push(self, version: int) -> None:
+    def finish_sync(self, version: int) -> None:
         """Let the engine use its tensors, which `read_compared` has compared."""
         self._engine.load_weights(self._own, version)
         self.has_weights = True
 
 
-def read_compared(hashes: Sequence[Tensor], sinks: Sequence[object]) -> list[int]:
+def read_compared(hashes: Sequence[Tensor], receivers: Sequence[object]) -> list[int]:
     """The numbers of the hashes of what was sent, compared with what copies hold, in one read of the device."""
-    copies = [sink for sink in sinks if isinstance(sink, NetworkCopy)]
+    copies = [receiver for receiver in receivers if isinstance(receiver, NetworkCopy)]
     sent, *found = read_hashes(hashes, *(copy.hashes() for copy in copies))
     for copy, numbers in zip(copies, found, strict=True):
         copy.compare(sent, numbers)

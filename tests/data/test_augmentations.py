@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.views import RolloutViews
-from fovea.data.views import Mask, Noise, SeededView, noise_of
+from fovea.config.augmentations import NoisyPictures
+from fovea.data.augmentations import Mask, Noise, SeededAugmentation, noise_of
 from fovea_gym.types import ImageRef
 from gym_tests.images import from_array
 
@@ -30,10 +30,10 @@ def test_noise_is_that_of_the_authors_process(step: int) -> None:
 
 
 def test_noise_decays_as_the_authors_sigmoid() -> None:
-    settings = RolloutViews()  # 500 steps of noise, steepness 30, middle 40, as their script for Geometry3K
+    settings = NoisyPictures()  # 500 steps of noise, steepness 30, middle 40, as their script for Geometry3K
     found = [noise_of(settings, step, 60).step for step in (1, 30, 40, 50, 60)]
     assert found == [499, 496, 250, 3, 0]  # int(500 * (1 - 1 / (1 + exp(-30 * (step / 60 - 40 / 60)))))
-    assert noise_of(RolloutViews(decay_steepness=None), 60, 60).step == 500
+    assert noise_of(NoisyPictures(decay_steepness=None), 60, 60).step == 500
     assert noise_of(settings, 10**6, 1).step == 0
 
 
@@ -48,7 +48,7 @@ def test_a_mask_blackens_whole_patches() -> None:
 
 def test_a_picture_is_changed_when_it_is_opened_and_by_its_seed() -> None:
     def opened(*seed: int) -> np.ndarray:
-        view = SeededView(view=Noise(step=400), seed=seed)
+        view = SeededAugmentation(change=Noise(step=400), seed=seed)
         return np.asarray(from_array(ImageRef(source=GREY, change=view)))
 
     assert np.array_equal(opened(1, 2), opened(1, 2))
