@@ -1,6 +1,6 @@
-"""Settings as Python arguments: nested mappings and dotted names become the overrides that `load_config` takes.
+"""Settings as Python arguments: nested mappings and dotted names become overrides for `load_config`.
 
-Nothing is checked here that a recipe's checks would find: the same tree of settings is made, by the same code.
+Checks that recipes have too are not repeated here: the settings are loaded by the same code.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fovea_gym.tools.base import Tool
 from fovea_gym.tools.loading import load_tools
 
 RewardArgument: TypeAlias = str | Callable[..., object] | Sequence[str | Callable[..., object]] | None
-"""A function of task, text and images (docs/own.md) or of TRL's signature, `path/to/file.py:function`, or a list."""
+"""A function of task, text and images (docs/own.md) or with TRL's signature, `path/to/file.py:function`, or a list."""
 ToolsArgument: TypeAlias = Sequence[str | Callable[..., object] | Tool]
-"""Functions, tools, or names as `environment.tools` has them (docs/agents.md)."""
+"""Functions, tools, or names as in `environment.tools` (docs/agents.md)."""
 
 
 def given_code(environment: object, reward: RewardArgument, tools: ToolsArgument = ()) -> GivenCode:
-    """Arguments given as Python objects; ConfigError for an unsupported type."""
+    """The arguments that are Python objects; ConfigError for an unsupported type."""
     if isinstance(environment, type):
         raise ConfigError(
-            f"environment={environment.__name__} is a class; give an object of it, {environment.__name__}(...)"
+            f"environment={environment.__name__} is a class; give an instance, {environment.__name__}(...)"
         )
     _check_environment(environment)
     rewards = _listed(reward)
@@ -55,7 +55,7 @@ def given_code(environment: object, reward: RewardArgument, tools: ToolsArgument
 
 
 def _shown(given: object) -> str:
-    """The beginning of an argument, in one line."""
+    """The beginning of an argument, on one line."""
     return " ".join(f"{given!r:.60}".split())
 
 
@@ -66,13 +66,13 @@ def _listed(reward: RewardArgument) -> Sequence[str | Callable[..., object]]:
 
 
 def _check_environment(environment: object) -> None:
-    """ConfigError for an object that lacks the methods of an environment, and for a name without a file."""
+    """ConfigError for an object that lacks the methods of an environment, or a name without a file."""
     if isinstance(environment, str) and ".py" in environment:
         check_named(environment, "environment")
     if isinstance(environment, int | float | list | tuple | set):
         raise ConfigError(
             f"environment={_shown(environment)} is of type {type(environment).__name__}; give a name such as 'shapes' "
-            "(docs/environments.md), path/to/file.py:Class, the section environment={...}, or an object of yours "
+            "(docs/environments.md), path/to/file.py:Class, the section environment={...}, or your own object "
             "(docs/own.md)"
         )
     of_fovea = environment is None or isinstance(environment, str | Mapping) or hasattr(environment, "graders")
@@ -81,13 +81,13 @@ def _check_environment(environment: object) -> None:
 
 
 def _check_reward(reward: object) -> None:
-    """ConfigError for an object that cannot be called as a reward, and for a name without a file."""
+    """ConfigError for an object that cannot be called as a reward, or a name without a file."""
     if isinstance(reward, str):
         check_named(reward, "reward")
         return
     if isinstance(reward, type) or not callable(reward):
         kind = f"the class {reward.__name__}" if isinstance(reward, type) else f"of type {type(reward).__name__}"
-        fix = f"give an object of it, {reward.__name__}(...), or a function" if isinstance(reward, type) else "give one"
+        fix = f"give an instance, {reward.__name__}(...), or a function" if isinstance(reward, type) else "give one"
         raise ConfigError(
             f"reward={_shown(reward)} is {kind}, not a function; {fix} of the task, the text and the images, which "
             "returns a number or named parts"
@@ -96,7 +96,7 @@ def _check_reward(reward: object) -> None:
 
 
 def code_settings(environment: object, reward: RewardArgument, tools: ToolsArgument = ()) -> dict[str, object]:
-    """The settings that describe these arguments; none for those that are None."""
+    """The settings that describe these arguments; an argument that is None has none."""
     given = given_code(environment, reward, tools)
     if given.environment is not None:
         environment = {"name": "own", "file": name_of(given.environment)}
@@ -108,12 +108,12 @@ def code_settings(environment: object, reward: RewardArgument, tools: ToolsArgum
 
 
 def model_settings(model: str | os.PathLike[str] | Mapping[str, object] | None) -> dict[str, object]:
-    """The settings of a model that is given as its path or hub id, or as the section `model`."""
+    """The settings for a model, which is given as a path, a Hub id or the section `model`."""
     if model is None:
         return {}
     if not isinstance(model, str | os.PathLike | Mapping):
         raise ConfigError(
-            f"model is an object of type {type(model).__name__}, and a run loads its model itself; give a path or hub "
+            f"model is an object of type {type(model).__name__}, but a run loads its model itself; give a path or Hub "
             "id (save a model in memory first: save_pretrained(folder), and that of its processor), or settings"
         )
     return {"model": dict(model)} if isinstance(model, Mapping) else {"model": {"path": os.fspath(model), "tiny": None}}
@@ -121,17 +121,17 @@ def model_settings(model: str | os.PathLike[str] | Mapping[str, object] | None) 
 
 FileName: TypeAlias = str | os.PathLike[str]
 RowsArgument: TypeAlias = FileName | Sequence[FileName] | InMemory | None
-"""Rows in memory, or the name of a file or data set, or a list of names, as `environment.train_files` has them."""
+"""Rows in memory, the name of a file or data set, or a list of names, as in `environment.train_files`."""
 
 TEST_SHARE = 0.1
-"""Share of the rows that is held out for the final figures where no test rows are given."""
+"""Share of the rows that is held out as test rows if none are given."""
 ASKED: Mapping[str, object] = {"environment.test_files": [], "environment.test_share": 0.0}
 """Settings that make room for test rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsArguments:
-    """The rows of the splits, where they are given."""
+    """The rows of each split, if given."""
 
     rows: RowsArgument = None
     test_rows: RowsArgument = None
@@ -139,7 +139,7 @@ class RowsArguments:
 
     @property
     def frames(self) -> Frames:
-        """Tables in memory, by split."""
+        """The tables in memory, by split."""
         return {split: rows for split, rows in self._given.items() if not _file_names(rows)}
 
     @property
@@ -148,15 +148,15 @@ class RowsArguments:
         return {split: rows for split, rows in given.items() if rows is not None}
 
     def check(self) -> None:
-        """DataError for an argument that is not a table, holds no rows or has two columns of one name."""
+        """DataError for an argument that is not a table, has no rows or has two columns with the same name."""
         for split, rows in self.frames.items():
             given_rows(rows, ARGUMENTS[split])
 
     def settings(self, *others: Mapping[str, object]) -> dict[str, object]:
-        """Settings that make room for the rows in all splits, beside the `others` that the user has given."""
+        """Settings that make room for the given rows in all splits; `others` are the user's settings."""
         if self.rows is None:
             if self._given:
-                raise ConfigError("test_rows and dev_rows are given, but no rows to train on; give rows, too")
+                raise ConfigError("test_rows and dev_rows are given, but no rows to train on; give rows as well")
             return {}
         made: dict[str, object] = {"environment.train_files": []}
         if self.test_rows is not None:
@@ -172,18 +172,18 @@ class RowsArguments:
 
 
 def _file_names(rows: Any) -> list[str]:
-    """The names, where rows are given by the name of a file or a list of names."""
+    """The file names, if rows are given as the name of a file or a list of names; otherwise an empty list."""
     names = rows if isinstance(rows, list | tuple) else [rows]
     return [os.fspath(name) for name in names] if all(isinstance(name, str | os.PathLike) for name in names) else []
 
 
 SectionSettings: TypeAlias = Mapping[str, object] | bool | None
-"""The settings of a section, True for its defaults, None or False for the absence of one that may be absent."""
+"""The settings of a section; True for its defaults; None or False to leave out an optional section."""
 Path: TypeAlias = tuple[str, ...]
 
 
 class Settings(TypedDict, total=False):
-    """The settings of a recipe, as `fovea config` explains them, but for those with a separate parameter."""
+    """The settings of a recipe (`fovea config` explains them), except those with a separate parameter."""
 
     seed: int
     run_dir: str | os.PathLike[str]
@@ -219,7 +219,7 @@ class Settings(TypedDict, total=False):
 
 
 def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
-    """One override for each setting, with dotted or nested names; ConfigError for one that comes twice."""
+    """One override for each setting, with dotted or nested names; ConfigError for a setting that is given twice."""
     found: dict[Path, object] = {}
     for mapping in given:
         if not isinstance(mapping, Mapping):
@@ -230,7 +230,7 @@ def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
         for key, value in mapping.items():
             if not isinstance(key, str):
                 raise ConfigError(
-                    f"settings: {key!r:.60} is not a name of a setting; write names as texts, such as 'seed'"
+                    f"settings: {key!r:.60} is not the name of a setting; write names as text, such as 'seed'"
                 )
             check_depth(value, f"settings: {key}")
             for path, leaf in _leaves(tuple(key.split(".")), value):
@@ -247,9 +247,9 @@ def is_set(key: str, *given: Mapping[str, object]) -> bool:
 
 
 def _leaves(path: Path, value: object, *, is_entry: bool = False) -> Iterator[tuple[Path, object]]:
-    """The values of nested mappings, and the way to each; an empty mapping is a value.
+    """The values in nested mappings, each with its path; an empty mapping is a value.
 
-    The names of a section may be dotted. The entries of a mapping that is itself a setting have names of the user's.
+    The names in a section may be dotted. If a mapping is itself a setting, the user chooses the names of its entries.
     """
     if isinstance(value, Mapping) and value:
         _, own_key = listed(".".join(map(str, path)))
@@ -262,7 +262,7 @@ def _leaves(path: Path, value: object, *, is_entry: bool = False) -> Iterator[tu
 
 
 def _as_in_yaml(value: Any) -> object:
-    """A value as YAML would give it: sequences as lists, paths as texts, NumPy's numbers as Python's."""
+    """Convert a value to what YAML would give: sequences to lists, paths to text, NumPy numbers to Python's."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, np.generic):

@@ -1,4 +1,4 @@
-"""Runs read from their folders, and `fovea.evaluate` and `fovea.export`: the commands of these names, from Python."""
+"""`fovea.load_run`, `fovea.evaluate` and `fovea.export`: runs read from folders, and the two commands from Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Recipe: TypeAlias = str | os.PathLike[str]
 
 
 def recipe_files(recipe: Recipe | Sequence[Recipe] | None) -> list[Path]:
-    """The files of one recipe or of several, of which later ones win; ConfigError for what is none."""
+    """The files of one or several recipes, of which later ones win; ConfigError for any other type."""
     words: Sequence[object] = [] if recipe is None else recipe if isinstance(recipe, list | tuple) else [recipe]
     return [find_recipe(_checked(word)) for word in words]
 
@@ -46,19 +46,19 @@ def _checked(word: object) -> Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedRun:
-    """A run: `train()` returns one, and `load_run` reads one from its folder, which may be of a run that goes on."""
+    """A run, as returned by `train()` or read by `load_run` from its folder; the run may still be going."""
 
     folder: Path
     """The run folder, with its settings, samples, checkpoints and report (docs/runs.md)."""
     metrics: list[Metrics]
-    """The metrics of every step by name, `step` included: `pandas.DataFrame(run.metrics)`.
+    """The metrics of every step by name, including `step`: `pandas.DataFrame(run.metrics)`.
 
     `python -m fovea.metrics.names` explains each.
     """
     summary: SummaryJson | None
-    """Figures of the evaluations on the test rows before and after training; None for a run that has not ended."""
+    """Results on the test rows before and after training; None for a run that has not ended."""
     model: Path | None = None
-    """The folder that the model was exported to at the end of training; None where that was not asked for."""
+    """The folder that the model was exported to at the end of training; None if no export was requested."""
 
     @property
     def config_file(self) -> Path:
@@ -67,7 +67,7 @@ class TrainedRun:
 
 
 def load_run(folder: str | os.PathLike[str]) -> TrainedRun:
-    """Read a run from its folder; DataError where there is none."""
+    """Read a run from its folder; DataError if the folder has no run."""
     path = Path(folder)
     check_run_folder(path)
     summary = path / SUMMARY_FILE
@@ -83,7 +83,7 @@ Target: TypeAlias = str | os.PathLike[str] | TrainedRun
 
 @contextmanager
 def restored_threads() -> Iterator[None]:
-    """Put the number of torch's threads, which the setting `threads` changes, back at the end of the block."""
+    """Restore torch's number of threads, which the setting `threads` changes, at the end of the block."""
     before = torch.get_num_threads()
     try:
         yield
@@ -106,28 +106,28 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
     trust: bool = False,
     quiet: bool = False,
 ) -> list[TargetMetrics]:
-    """Evaluate targets side by side, on the same rows with one grader; prints tables and returns what is in them.
+    """Evaluate targets on the same rows with the same grader; prints tables and returns their contents.
 
-    A target is a run, one of its checkpoints, a model folder or hub id, the address of a server, or one of the
-    baselines `majority`, `gold` and `constant:TEXT`. Rows and grader are those of the recipe, else of the first target
+    A target is a run, one of its checkpoints, a model folder or Hub id, the address of a server, or one of the
+    baselines `majority`, `gold` and `constant:TEXT`. Rows and grader come from the recipe, or from the first target
     that is a run. A run that was trained with a function or an object needs the same one again, as `reward`,
-    `environment` or `tools`. `rows` (a DataFrame, a Dataset, a list of mappings or a mapping of columns) are asked in
-    place of the test split; with a `reward`, or an `environment` that grades, they need neither recipe nor run.
-    `settings` are those of a recipe, such as `{"evaluate.samples_per_prompt": 8}`. `trust` lets code run that a run's
-    own settings name as a file, and their judge be asked (docs/evaluation.md). Raises FoveaError.
+    `environment` or `tools`. `rows` (a DataFrame, a Dataset, a list of mappings or a mapping of columns) replace the
+    test split; with a `reward`, or an `environment` that grades, they need neither recipe nor run. `settings` are those
+    of a recipe, such as `{"evaluate.samples_per_prompt": 8}`. With `trust`, code files that a run's own settings name
+    are run, and their judge is called (docs/evaluation.md). Raises FoveaError.
     """
     if not targets:
         raise ConfigError(
             "nothing to evaluate; give a run, a checkpoint, a model, a server or a baseline such as 'gold'"
         )
     if split not in get_args(Split):
-        raise ConfigError(f"split={split!r} is none of the three splits; give {', '.join(map(repr, get_args(Split)))}")
+        raise ConfigError(f"split={split!r} is not a split; give {', '.join(map(repr, get_args(Split)))}")
     if rows is not None and split != "test":
-        raise ConfigError(f"split={split!r} names rows, and rows gives others; leave either out")
+        raise ConfigError(f"split={split!r} names rows, but rows gives others; leave one of the two out")
     files = recipe_files(recipe)
     if len(files) > 1:
         raise ConfigError(
-            f"recipe names {len(files)} recipes, of which fovea.evaluate takes one; give the others as settings={{...}}"
+            f"recipe names {len(files)} recipes, but fovea.evaluate accepts one; give the others as settings={{...}}"
         )
     options = EvalOptions(
         recipe=files[0] if files else None,
@@ -153,9 +153,9 @@ def export(
     settings: Mapping[str, object] | None = None,
     trust: bool = False,
 ) -> Exported:
-    """Write the model of a run or checkpoint to a new folder, as transformers loads it, load it again and compare.
+    """Write the model of a run or checkpoint to a new folder in transformers' format, load it again and compare.
 
-    `adapter_only` writes a LoRA adapter in peft's format in place of the merged model (docs/export.md). Raises
+    `adapter_only` writes a LoRA adapter in peft's format instead of the merged model (docs/export.md). Raises
     FoveaError.
     """
     overrides = overrides_of({} if settings is None else settings)
@@ -170,7 +170,7 @@ def _word(target: Target, function: str) -> str:
     if not isinstance(target, str | os.PathLike):
         raise ConfigError(
             f"fovea.{function} is given an object of type {type(target).__name__}; give the run that train() returned, "
-            f"or a folder or name as text; of a trainer call {function}() itself, and save a model in memory first "
+            f"or a folder or name as text; for a trainer call its own {function}(), and save a model in memory first "
             "(save_pretrained)"
         )
     return os.fspath(target)

@@ -42,15 +42,15 @@ from fovea_gym.settings.base import Tree
 
 
 class Trainer:
-    """A run that is described but not begun: `GRPO` or `PPO`.
+    """A run that has been described but not started: `GRPO` or `PPO`.
 
-    All settings are checked here, before anything is loaded. Raises ConfigError, a FoveaError, with what was set, why
-    it fails and the fix.
+    All settings are checked here, before anything is loaded. Raises ConfigError (a FoveaError), which says what was
+    set, why it fails and the fix.
     """
 
     _name: ClassVar[str]
     _choice: ClassVar[Sequence[Tree]] = ()
-    """Overrides that choose the algorithm, below those of the user."""
+    """Overrides that choose the algorithm; those of the user win over them."""
 
     def __init__(  # noqa: PLR0913 (each is a part of a run that has a separate name)
         self,
@@ -70,22 +70,22 @@ class Trainer:
     ) -> None:
         """Describe a run.
 
-        * `model`: a path or hub id, or the section `model` of a recipe, such as `{"tiny": {}}`.
+        * `model`: a path or Hub id, or the section `model` of a recipe, such as `{"tiny": {}}`.
         * `recipe`: a YAML file to start from, a name that `fovea recipes` lists, or a list of these, of which later
           ones win; the arguments win over all.
         * `environment`: its name, `path/to/file.py:Class`, the section `environment`, or an object (docs/own.md).
         * `rows`: a pandas DataFrame, a `datasets.Dataset`, a list of mappings, a mapping of columns, or the name of a
-          file or data set (`train.parquet`, `owner/name@train`) or a list of names, to train on.
-          With your own reward the environment is `rows`; otherwise name one that grades (`vqa`, `geo3k`,
-          `caption`, `geospot`). The section `environment` names columns (`prompt_key`, `image_key`, ...). Rows in
-          memory are written into the run folder.
-        * `test_rows`, `dev_rows`: rows held out; without them, shares of `rows`, by image.
-        * `reward`: a function of a task, a text and images, plain or async, one of TRL's signature, or
-          `path/to/file.py:function`; or a list of these, whose sum, weighed by `reward_weights`, is the reward.
+          file or data set (`train.parquet`, `owner/name@train`) or a list of names, to train on. With your own reward
+          the environment is `rows`; otherwise choose an environment that grades (`vqa`, `geo3k`, `caption`, `geospot`).
+          The section `environment` names columns (`prompt_key`, `image_key`, ...). Rows in memory are written into the
+          run folder.
+        * `test_rows`, `dev_rows`: held-out rows; by default shares of `rows`, split by image.
+        * `reward`: a function of a task, a text and images, plain or async, a function with TRL's signature,
+          or `path/to/file.py:function`; or a list of these, whose sum, weighted by `reward_weights`, is the reward.
         * `tools`: what the model may call in the turns of an episode: functions with types and a docstring, or names of
           `environment.tools` (docs/agents.md).
-        * `on_step`, `on_eval`: called with a `StepRecord` after each step, an `EvalRecord` after each evaluation.
-        * `settings` and all further arguments: settings by their names in a recipe, dotted (in `settings`) or nested.
+        * `on_step`, `on_eval`: called with a `StepRecord` after each step, and an `EvalRecord` after each evaluation.
+        * `settings` and further arguments: settings under their names in a recipe, dotted (in `settings`) or nested.
         """
         if unnamed:
             raise ConfigError(
@@ -120,8 +120,8 @@ class Trainer:
         """Train from the start, or with `resume="auto"` from the newest checkpoint, to the end.
 
         Works in a script and in a notebook. Ctrl-C, or the stop button, lets the running step end, saves it and raises
-        KeyboardInterrupt; a second one ends at once. `export_to` exports the model to that folder at the end. In
-        the processes of torchrun but the first, it works for that one and then ends the process. Raises FoveaError.
+        KeyboardInterrupt; a second one ends it at once. `export_to` exports the model to that folder at the end. In all
+        processes of torchrun except the first, it works for the first one and then ends the process. Raises FoveaError.
         """
         check_torchrun()
         if is_worker():
@@ -145,7 +145,7 @@ class Trainer:
         html_file: str | os.PathLike[str] | None = None,
         quiet: bool = False,
     ) -> list[TargetMetrics]:
-        """Evaluate the newest checkpoint of the run beside other targets, as `fovea.evaluate` does."""
+        """Evaluate the newest checkpoint of the run together with other targets, as `fovea.evaluate` does."""
         return evaluate(
             self.folder,
             *others,
@@ -166,7 +166,7 @@ class Trainer:
 
     @property
     def folder(self) -> Path:
-        """The folder of the run; ConfigError before it has one."""
+        """The folder of the run; ConfigError before the run has one."""
         folder = self._folder or Path(self.config.run_dir)
         if not has_checkpoint(folder):
             raise ConfigError("nothing has been trained yet; call train(), or set run_dir to the folder of a run")
@@ -182,7 +182,7 @@ class Trainer:
             )
         if config.max_restarts:
             raise ConfigError(
-                f"max_restarts={config.max_restarts} has the command `fovea train` start again, and this is another "
+                f"max_restarts={config.max_restarts} restarts the command `fovea train`, but this is another "
                 "program; set max_restarts=0, or use the command"
             )
         return config
@@ -205,7 +205,7 @@ class PPO(Trainer):
 
 
 def _run_steps(run: Run) -> None:
-    """Run the loop that the settings call for to its end, or to the time limit of the settings."""
+    """Run the loop that the settings choose, until it ends or reaches the time limit."""
     steps = loop_async if run.config.rollout.max_staleness_steps else loop
     try:
         steps.train(run)
@@ -217,16 +217,16 @@ def _run_steps(run: Run) -> None:
 def _grader(
     rows: RowsArgument, recipes: Sequence[Path], reward: RewardArgument, others: tuple[Mapping[str, object], ...]
 ) -> dict[str, object]:
-    """The environment of rows for which none is named."""
+    """The environment for rows if none is named."""
     named = is_set("environment.name", *others) or any(isinstance(each.get("environment"), str) for each in others)
     if rows is None or recipes or named:
         return {}
     if reward is None and not is_set("reward", *others):
-        # a misspelt name, or TRL's reward_funcs, has an error that helps more
+        # a misspelt name, such as TRL's reward_funcs, gets a more helpful error
         some_rows = {"environment.name": "vqa", "environment.train_files": [], "environment.test_files": []}
         load_run_config(recipes, overrides_of(*others, some_rows))
         raise ConfigError(
             "rows are given, but nothing that grades their answers; give reward=function, or environment='vqa', "
-            "'geo3k', 'caption' or 'geospot', which grade by themselves (docs/environments.md)"
+            "'geo3k', 'caption' or 'geospot', which have their own graders (docs/environments.md)"
         )
     return {"environment.name": "rows"}

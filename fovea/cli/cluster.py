@@ -1,4 +1,4 @@
-"""`fovea cluster start|status|stop`: Ray's own commands, with authentication on and nothing open but to the cluster."""
+"""`fovea cluster start|status|stop`: Ray's commands with authentication, reachable only from within the cluster."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fovea.utils.installing import pip_install
 from fovea_gym.errors import ClusterError, MissingExtraError
 
 NO_STATUS_YET = "No cluster status."
-"""Start of what Ray says in the first seconds of a head node."""
+"""Start of Ray's output in the first seconds of a head node."""
 NO_CLUSTER = "Could not find any running Ray instance"
-"""Ray's message on a machine outside any cluster; its advice names an option that `fovea cluster` lacks."""
+"""Ray's message on a machine outside any cluster; its advice names an option that `fovea cluster` does not have."""
 STATUS_SECONDS = 30.0
 """Longest wait for the first status of a cluster."""
 
@@ -33,7 +33,7 @@ def cluster() -> None:
 @app.command()
 def start(
     address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Join the cluster of this head node; default: be the head.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Join the cluster of this head node; default: start one.")
     ] = None,
     port: Annotated[int, typer.Option(min=1024, max=10001, help="Port of a head node, below 10002.")] = 6379,
     node_ip: Annotated[
@@ -45,8 +45,8 @@ def start(
 ) -> None:
     """Make this machine a node of a cluster: the head first, then the others with --address.
 
-    All nodes share a token, which the head makes and the other nodes need in the same file. `fovea train` with
-    cluster.gpus_per_node, on any of the nodes, then runs on the cluster.
+    All nodes share a token: the head creates it, and the other nodes need it in the same file. `fovea train` with
+    cluster.gpus_per_node then runs on the cluster, from any of its nodes.
     """
     with one_line_errors(debug=debug):
         use_token()
@@ -73,7 +73,7 @@ def start(
 
 @app.command()
 def status(debug: Debug = False) -> None:
-    """Show the nodes of the cluster, and what of them is in use."""
+    """Show the nodes of the cluster and which resources are in use."""
     with one_line_errors(debug=debug):
         use_token()
         deadline = monotonic() + STATUS_SECONDS
@@ -84,35 +84,35 @@ def status(debug: Debug = False) -> None:
             if NO_CLUSTER not in str(error):
                 raise
             raise ClusterError(
-                "this machine is a node of no cluster; run `fovea cluster start`, with --address to join one, or set "
-                "RAY_ADDRESS"
+                "this machine is not a node of a cluster; run `fovea cluster start`, with --address to join one, or "
+                "set RAY_ADDRESS"
             ) from error
         if said.startswith(NO_STATUS_YET):
             raise ClusterError(
                 f"the cluster gave no status for {STATUS_SECONDS:g} s: its head node has just started, or hangs; "
-                "run this again, else run `fovea cluster stop` and `fovea cluster start` on the head node"
+                "run this again, or run `fovea cluster stop` and `fovea cluster start` on the head node"
             )
         typer.echo(said)
 
 
 @app.command()
 def stop(debug: Debug = False) -> None:
-    """End all of Ray's processes on this machine, and with them the runs that they belong to."""
+    """End all Ray processes on this machine, and with them the runs that use them."""
     with one_line_errors(debug=debug):
         use_token()
         run_ray("stop")
-        typer.echo("this machine is a node of no cluster")
+        typer.echo("this machine is no longer a node of a cluster")
 
 
 def run_ray(*arguments: str) -> str:
-    """Run a command of Ray; returns its output. ClusterError if it fails."""
+    """Run a Ray command and return its output; ClusterError if it fails."""
     if find_spec("ray") is None:
         raise MissingExtraError(f"fovea cluster needs Ray, which is not installed; {pip_install('ray')}")
     done = subprocess.run(
         [sys.executable, "-m", "ray.scripts.scripts", *arguments], capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
-        # the last line of a traceback is its error
+        # the last line of a traceback is the error
         raise ClusterError(
             f"`ray {' '.join(arguments)}` failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
         )

@@ -1,5 +1,5 @@
 """`fovea doctor`: versions of packages, devices and, given a recipe, the parity gate between engine and trainer."""
-# torch is imported in a subprocess only (PROBE) and by check_parity: a broken installation must not break the doctor
+# torch is imported only in a subprocess (PROBE) and by check_parity: a broken torch must not break the doctor
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKAGES = {
     "transformers": "from transformers import Qwen3VLForConditionalGeneration",
     "peft": "import peft",
 }
-"""Required packages, each with an import statement that fails where the installation is broken."""
+"""Required packages, each with an import statement that fails if the installation is broken."""
 
 
 class Extra(NamedTuple):
@@ -36,11 +36,11 @@ class Extra(NamedTuple):
 
     packages: tuple[str, ...]
     setting: str
-    """The setting that needs them."""
+    """The setting that needs these packages."""
     known_good: str | None = None
-    """Start of the first package's versions that were tested (docs/engines.md); None where the bounds suffice."""
+    """Start of the first package's version that was tested (docs/engines.md); None if the version bounds suffice."""
     also: tuple[str, ...] = ()
-    """Other distributions of the same package."""
+    """Names of other distributions of the first package."""
     of_tools: bool = False
     """True if the package of the tools has them, which pip must find installed."""
 
@@ -66,7 +66,7 @@ EXTRAS = {
 }
 
 DELTA_KERNELS = ("flash-linear-attention", "causal-conv1d")
-"""Packages whose kernels transformers runs on CUDA in the delta nets of Qwen3.5; untested with Fovea."""
+"""Packages with CUDA kernels that transformers uses for the delta nets of Qwen3.5; untested with Fovea."""
 
 TRACKERS = ("wandb_project", "mlflow_experiment", "swanlab_project")
 
@@ -86,14 +86,14 @@ if "torch" not in broken:
         devices.append(f"cuda:{index} {of.name}, {of.total_memory / 2**30:.0f} GiB")
 print(json.dumps({"broken": broken, "devices": devices}))
 """
-"""Script of the subprocess that imports PACKAGES and lists CUDA devices, printed as JSON."""
+"""Script of a subprocess that imports PACKAGES, lists CUDA devices and prints the result as JSON."""
 
 
 class Found(NamedTuple):
     """The output of PROBE."""
 
     broken: dict[str, str]
-    """Error text by package whose import failed."""
+    """Error text for each package whose import failed."""
     devices: list[str]
 
 
@@ -110,12 +110,12 @@ def findings(found: Found) -> dict[str, str]:
     lines["cores"] = f"{usable} of {os.cpu_count()} usable by this process"
     for name, extra in EXTRAS.items():
         lines |= {package: _state_of_extra(name, extra, package) for package in extra.packages}
-    slow = "not installed; on CUDA a Qwen3.5 then runs plain torch functions, which are many times slower: pip install "
+    slow = "not installed; without it Qwen3.5 on CUDA runs plain torch functions, many times slower: pip install "
     return lines | {package: installed_version(package) or f"{slow}{package}" for package in DELTA_KERNELS}
 
 
 def _state_of_extra(name: str, extra: Extra, package: str) -> str:
-    """The version of an optional package, and whether it is one that Fovea was tested with."""
+    """The version of an optional package, with a remark if Fovea was tested with another one."""
     install = pip_install(name)
     if extra.of_tools and installed_version(TOOLS) is None:
         install = f"first {pip_install_tools()}, then {install}"
@@ -128,11 +128,11 @@ def _state_of_extra(name: str, extra: Extra, package: str) -> str:
         return text
     if f"{version}.".startswith(f"{extra.known_good}."):
         return f"{text}, known to be good"
-    return f"{text}, but {extra.known_good} is what Fovea was tested with (docs/engines.md): {install}"
+    return f"{text}, but Fovea was tested with {extra.known_good} (docs/engines.md): {install}"
 
 
 def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
-    """Run a recipe's parity gate, in a temporary folder, and print the result; False when it fails."""
+    """Run a recipe's parity gate in a temporary folder and print the result; returns False if it fails."""
     with TemporaryDirectory(prefix="fovea-doctor-") as folder:
         config = _without_side_effects(recipes, overrides, folder)
         from fovea.run.lifecycle import measure_parity
@@ -150,8 +150,8 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
 
 
 def _without_side_effects(recipes: Sequence[Path], overrides: Sequence[str], folder: str) -> Config:
-    """The settings of a recipe with `folder` as run folder, and without resume, profiler and trackers."""
-    # after the user's overrides, so that ours win
+    """The settings of a recipe with `folder` as the run folder, and without resume, profiler and trackers."""
+    # these follow the user's overrides, so that they win
     own = [f"run_dir={json.dumps(folder)}", "resume=never", "profile=false"]
     silent = ["log.tensorboard=false", *(f"log.{tracker}=null" for tracker in TRACKERS)]
     config = load_config(recipes, [*overrides, *own, *silent])
@@ -161,7 +161,7 @@ def _without_side_effects(recipes: Sequence[Path], overrides: Sequence[str], fol
 
 
 def probe() -> Found:
-    """Versions and devices as a subprocess finds them."""
+    """Find broken packages and devices in a subprocess."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(PACKAGES)], capture_output=True, text=True, check=False
     )

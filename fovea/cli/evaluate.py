@@ -19,7 +19,7 @@ from fovea_gym.graders.by_name import Gradable
 from fovea_gym.settings.base import Tree, over
 
 TARGETS_HELP = (
-    "A run, a checkpoint, a model folder or hub id (ORG/NAME or ORG/NAME@REVISION), a server (http://HOST:PORT or "
+    "A run, a checkpoint, a model folder or Hub id (ORG/NAME or ORG/NAME@REVISION), a server (http://HOST:PORT or "
     "http://HOST:PORT#MODEL, OpenAI-compatible), or a baseline: majority (the most "
     "frequent training answer, by question type), gold (the gold answer), constant:TEXT."
 )
@@ -48,13 +48,13 @@ def evaluate(
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with metrics and example rows.")
     ] = None,
     api_key_env: Annotated[
-        str | None, typer.Option(metavar="VARIABLE", help="Environment variable with the key that servers want.")
+        str | None, typer.Option(metavar="VARIABLE", help="Environment variable with the API key for servers.")
     ] = None,
     trust: Trust = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Evaluate targets side by side on the same rows.
+    """Evaluate targets on the same rows and compare them.
 
     Examples: fovea eval runs/shapes majority --html eval.html; fovea eval Qwen/Qwen3-VL-2B-Instruct runs/geo3k
     exported/geo3k evaluate.samples_per_prompt=8 rollout.temperature=0.8.
@@ -79,7 +79,7 @@ def evaluate(
         )
         if benchmarks := [word for word in overrides if BENCHMARK.match(word)]:
             if split != "test":
-                raise ConfigError(f"--split {split}: benchmarks have test rows only; leave --split out")
+                raise ConfigError(f"--split {split}: benchmarks have only test rows; leave --split out")
             from fovea.commands.benchmarks import chosen, evaluate_benchmarks
 
             others = [word for word in overrides if word not in benchmarks]
@@ -89,7 +89,7 @@ def evaluate(
 
 
 def sort_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words split into targets and settings; ConfigError without a target."""
+    """Split the words into targets and settings; ConfigError without a target."""
     overrides = [word for word in words if SETTING.match(word) and not Path(word).exists()]
     targets = [word for word in words if word not in overrides]
     if not targets:
@@ -113,11 +113,11 @@ def grade(
 ) -> None:
     """Score a file of answers by accuracy.
 
-    The graders are those of a run. `score` is its accuracy (geospot: the reward of the last stage), not its reward: a
-    share for the form of an answer (environment.format_weight) is not in it, but the form is among `parts`.
-    Adds `score`, `parts` and `reason` to every row, and prints a summary: one line of JSON, which goes to stderr
-    without --out, so that stdout holds only rows. A row that cannot be graded has the score null and is counted by
-    reason. Exit code 2 if no row can be graded.
+    The graders are those of a run. `score` is the accuracy (geospot: the reward of the last stage), not the reward: the
+    share for the form of an answer (environment.format_weight) is not included, but the form is among `parts`. Adds
+    `score`, `parts` and `reason` to every row, and prints a summary: one line of JSON, which goes to stderr without
+    --out, so that stdout holds only rows. A row that cannot be graded has the score null and is counted by reason. Exit
+    code 2 if no row can be graded.
     """
     with one_line_errors(debug=debug):
         from fovea_gym.commands.grade import check_files, grade_file
@@ -132,7 +132,7 @@ def grade(
         typer.echo(json.dumps(asdict(summary)), err=out is None)
 
 
-WORDS_HELP = "Settings of the run to override, such as model.path=NEW/FOLDER or model.device=cpu."
+WORDS_HELP = "Overrides of the run's settings, such as model.path=NEW/FOLDER or model.device=cpu."
 
 
 def export(
@@ -153,15 +153,15 @@ def export(
     ] = False,
     push: Annotated[
         str | None,
-        typer.Option(metavar="ORG/NAME", help="Upload the folder to this hub repository (a new one is private)."),
+        typer.Option(metavar="ORG/NAME", help="Upload the folder to this Hub repository (a new one is private)."),
     ] = None,
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Export a model as a verified Hugging Face folder.
 
-    It is loaded again, and its log-probs are compared with the checkpoint's. Example:
-    fovea export runs/geo3k/checkpoints/step-500 --out exported/geo3k.
+    The export is loaded again, and its log-probs are compared with the checkpoint's. Example: fovea export
+    runs/geo3k/checkpoints/step-500 --out exported/geo3k.
     """
     with one_line_errors(debug=debug):
         from fovea.commands.exporting.export import check_repo
@@ -173,7 +173,7 @@ def export(
         done = export_model(source, out, adapter_only=adapter_only, overrides=words or [], trust=trust)
         typer.echo(
             f"{done.folder}: loaded again, its log-probs differ from the checkpoint's by "
-            f"{done.max_logprob_difference:.1e} at most"
+            f"at most {done.max_logprob_difference:.1e}"
         )
         if done.left_out:
             typer.echo(f"not exported (value function): {', '.join(done.left_out)}")
@@ -181,7 +181,7 @@ def export(
             typer.echo(push_folder(done.folder, push))
 
 
-SERVER_WORDS_HELP = "Arguments of the engine under its own names, such as max_model_len=8192 (vLLM)."
+SERVER_WORDS_HELP = "Arguments of the engine, under the engine's names, such as max_model_len=8192 (vLLM)."
 
 
 def serve(
@@ -194,45 +194,45 @@ def serve(
     words: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=SERVER_WORDS_HELP)] = None,
     *,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; other than this machine's own, it needs a key.")
+        str, typer.Option(help="Address to listen on; an address that other machines can reach needs a key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the model in requests; default: its folder's.")
     ] = None,
     api_key_env: Annotated[
-        str | None, typer.Option(metavar="VARIABLE", help="Environment variable with the key that requests must bring.")
+        str | None, typer.Option(metavar="VARIABLE", help="Environment variable with the key that requests must send.")
     ] = None,
     for_training: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Serve a trainer, which brings its weights through this folder of both."),
+        typer.Option(metavar="DIR", help="Serve a trainer, which shares its weights through this common folder."),
     ] = None,
-    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Engine whose server is started.")] = "vllm",
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Engine of the server to start.")] = "vllm",
     allow_urls: Annotated[
-        bool, typer.Option("--allow-urls", help="Read images of requests at http(s) URLs, public ones only.")
+        bool, typer.Option("--allow-urls", help="Read images of requests from public http(s) URLs.")
     ] = False,
     allow_private_addresses: Annotated[
-        bool, typer.Option("--allow-private-addresses", help="Read them from this machine and its network as well.")
+        bool, typer.Option("--allow-private-addresses", help="Also read images from this machine and its network.")
     ] = False,
-    start_seconds: Annotated[float, typer.Option(min=1, help="Longest time to wait until it answers.")] = 900.0,
+    start_seconds: Annotated[float, typer.Option(min=1, help="Longest time to wait until the server answers.")] = 900.0,
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Serve a model by OpenAI's interface.
+    """Serve a model with an OpenAI-compatible API.
 
     Examples: fovea serve runs/geo3k; fovea serve exported/geo3k --port 8001 max_model_len=8192.
     """
     with one_line_errors(debug=debug):
         arguments = reduce(over, map(parse_override, words or []), Tree())
         if allow_private_addresses and not allow_urls:
-            raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
+            raise ConfigError("--allow-private-addresses applies only to images at URLs; add --allow-urls")
         from fovea.commands.serve import ServedModel, ServerAddress
         from fovea.commands.serve import serve as serve_model
         from fovea.rollout.server import LaunchesServers
         from fovea_gym.rows.access import UrlLimits
 
         launch: LaunchesServers
-        # each an optional extra
+        # each engine is an optional extra
         if engine == "sglang":
             from fovea.rollout.sglang.server import launch
         else:

@@ -1,7 +1,7 @@
-"""The `fovea` command line: the table of its commands, and those that have no file beside this one.
+"""The `fovea` command line: the table of its commands, and the commands without a separate file.
 
 Commands import what they run inside their functions: importing torch takes seconds, and `--help` must not wait for it.
-tests/test_imports.py lists where else that is done.
+tests/test_imports.py lists where else this is done.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from fovea_gym.utils import entry_points
 HELP = ["-h", "--help"]
 
 COMMANDS = "fovea.commands"
-"""Entry points by which other packages add commands: a function, or a `typer.Typer`."""
+"""Entry points through which other packages add commands: a function, or a `typer.Typer`."""
 DOCTOR = "fovea.doctor"
-"""Entry points of the checks of `fovea doctor` that the package of the tools has."""
+"""Entry points of the checks of `fovea doctor` that are in the fovea-tools package."""
 
 
 class PackageCommand(TyperCommand):
-    """A command that another package adds, that of the tools too; the package is imported when the command runs."""
+    """A command from another package (or from fovea-tools), which is imported when the command runs."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """The context of the package's own command."""
+        """Make the context of the package's own command."""
         name = str(self.name)
         with one_line_errors():
             if isinstance(IN_ORDER_OF_USE.get(name), str):
@@ -71,7 +71,7 @@ class PackageCommand(TyperCommand):
 
 
 class InOrderOfUse(TyperGroup):
-    """Our commands in the order of use, and then those that other packages add."""
+    """Fovea's commands in the order of use, and then those from other packages."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands."""
@@ -79,7 +79,7 @@ class InOrderOfUse(TyperGroup):
         return [*IN_ORDER_OF_USE, *added]
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; typer's complaint about a value loses the words that pydantic puts before it."""
+        """Run the command; the prefix that pydantic adds is removed from typer's error about a value."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -108,7 +108,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command of this process's arguments."""
+    """Run the command in this process's arguments."""
     app()
 
 
@@ -129,20 +129,20 @@ def fovea(
     if num_processes() <= 1 or context.invoked_subcommand == "train":
         return
     if is_worker():
-        raise typer.Exit(ConfigError.exit_code)  # the first process has the message
+        raise typer.Exit(ConfigError.exit_code)  # the first process prints the message
     with one_line_errors():
         raise ConfigError(
-            f"torchrun has started {num_processes()} processes (WORLD_SIZE), each of which would do all of `fovea "
-            f"{context.invoked_subcommand}`; of all commands only `fovea train` shares its work among them: leave "
-            "torchrun out"
+            f"torchrun has started {num_processes()} processes (WORLD_SIZE), each of which would run all of `fovea "
+            f"{context.invoked_subcommand}`; only `fovea train` shares its work among them: run this without "
+            "torchrun"
         )
 
 
 class TrainCommand(TyperCommand):
-    """`fovea train`, whose `--dry-run` takes a value only after `=`: the word after it is a recipe or a setting."""
+    """`fovea train`, whose `--dry-run` takes a value only after `=`; a word after a space is a recipe or setting."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words with `--dry-run` written out."""
+        """Parse the words with `--dry-run` expanded to `--dry-run=sample`."""
         return super().parse_args(ctx, ["--dry-run=sample" if word == "--dry-run" else word for word in args])
 
 
@@ -177,7 +177,7 @@ def train(
         check_torchrun()
         if is_worker():
             if dry_run:
-                return  # only the driver checks, and calls no worker
+                return  # only the driver checks, without its workers
             from fovea.wiring.workers import serve_driver
 
             return serve_driver()
@@ -198,7 +198,7 @@ def train(
 
 
 def _train(config: Config, spent_seconds: float) -> None:
-    """Run the loop of the settings, and say what to do next; `spent_seconds` are of the attempts before."""
+    """Run the loop that the settings choose, and print what to do next; `spent_seconds` is from earlier attempts."""
     from fovea.utils.malloc import tune_allocators, use_expandable_segments
 
     tune_allocators()
@@ -223,22 +223,22 @@ def view(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Run folders, which may still be going; two are compared. Or one folder of runs.",
+            help="Run folders, also of unfinished runs; two are compared. Or one folder of runs.",
             autocompletion=complete_run,
         ),
     ],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any that is free.")] = 8377,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free port.")] = 8377,
     export: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the page into one HTML file, to be opened without a server."),
+        typer.Option(metavar="FILE", help="Write the page into one HTML file that opens without a server."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Watch runs on a page of this machine.
+    """Watch runs on a local web page.
 
-    Live curves; prompts, images and answers of the recorded steps with rewards and advantages, token by token; answers
-    to held-out rows; settings and console. A folder of runs gets a list of them.
-    The page answers this machine only; from elsewhere, forward its port (ssh -L 8377:127.0.0.1:8377 HOST).
+    It shows live curves; prompts, images and answers of the recorded steps with rewards and advantages, token by token;
+    answers to held-out rows; settings and console. For a folder of runs it shows a list of them.
+    Only this machine can open the page; from elsewhere, forward its port (ssh -L 8377:127.0.0.1:8377 HOST).
     Examples: fovea view runs; fovea view runs/latest; fovea view runs/grpo --export page.html (docs/view.md).
     """
     with one_line_errors(debug=debug):
@@ -266,13 +266,13 @@ def view(
 def report(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="A run folder; the run may still be going.", autocompletion=complete_run),
+        typer.Argument(metavar="RUN", help="A run folder; the run may be unfinished.", autocompletion=complete_run),
     ],
     debug: Debug = False,
 ) -> None:
-    """Write report.html of a run again.
+    """Write the report.html of a run again.
 
-    `fovea train` writes it at its end.
+    `fovea train` writes it at the end of a run.
     """
     with one_line_errors(debug=debug):
         from fovea.report.about import check_run_folder
@@ -292,20 +292,20 @@ def config(
         ),
     ] = None,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON schema of recipes, by which an editor completes them.")
+        bool, typer.Option("--schema", help="Print the JSON schema of recipes, with which editors complete them.")
     ] = False,
     debug: Debug = False,
 ) -> None:
     """List all settings, or show those of a recipe.
 
-    Settings are listed with type, default and meaning; those of a recipe are YAML. Examples: fovea config rollout;
-    fovea config rollout.engine=vllm, for the settings of that engine; fovea config shapes algorithm.name=gspo; the same
-    followed by `algorithm`, for only that section.
+    Settings are listed with type, default and meaning; those of a recipe are printed as YAML. Examples: fovea config
+    rollout; fovea config rollout.engine=vllm, for the settings of that engine; fovea config shapes algorithm.name=gspo;
+    the same followed by `algorithm`, for only that section.
     """
     with one_line_errors(debug=debug):
         if schema:
             if words:
-                raise ConfigError(f"--schema prints the schema of all recipes, not of {words[0]}; leave either out")
+                raise ConfigError(f"--schema prints the schema of all recipes, not of {words[0]}; leave one out")
             for group in entry_points.PARTS:
                 for name in entry_points.registered(group):
                     entry_points.load(group, name)
@@ -326,20 +326,20 @@ def config(
 def doctor(
     words: Words = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Check kernels, rates and links of the GPUs.")] = False,
-    cpu: Annotated[bool, typer.Option("--cpu", help="With --gpu: try its checks on the CPU.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="With --gpu: run its checks on the CPU.")] = False,
     families: Annotated[bool, typer.Option("--families", help="Check and list the tested model types.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Show versions, devices and what is missing.
+    """Show versions, devices and missing packages.
 
-    The parity gate samples completions with the recipe's engine and compares their log-probs with the trainer's: exit
-    code 1 when they differ by more than parity.max_abs_logprob_diff. Nothing is written to the run folder.
-    With --gpu, the GPU is checked instead, and a recipe's speed on it estimated (docs/gpu.md). With --families, tiny
-    models of all tested types, or of those named, are checked instead (docs/models.md).
+    With a recipe, the parity gate samples completions with its engine and compares their log-probs with the trainer's:
+    exit code 1 if they differ by more than parity.max_abs_logprob_diff. Nothing is written to the run folder.
+    With --gpu, the GPU is checked instead, and a recipe's speed on it is estimated (docs/gpu.md). With --families, tiny
+    models of all tested types, or of the given types, are checked instead (docs/models.md).
     """
     with one_line_errors(debug=debug):
         if cpu and not gpu:
-            raise ConfigError("--cpu says where the checks of --gpu are tried; add --gpu")
+            raise ConfigError("--cpu runs the checks of --gpu on the CPU; add --gpu")
         if families:
             load_tool(DOCTOR, "families", "fovea doctor --families")(words)
             return
@@ -352,9 +352,9 @@ def doctor(
             typer.echo(f"{name:<{width}}{text}")
         passed = not found.broken
         if passed and gpu:
-            check_gpu = load_tool(DOCTOR, "gpu", "fovea doctor --gpu")  # imports torch, which may be broken
+            check_gpu = load_tool(DOCTOR, "gpu", "fovea doctor --gpu")  # this imports torch, which may be broken
             checked = None if sorted_words is None else load_config(*sorted_words)
-            # each line as it stands: a crash of a driver ends the process
+            # print each line at once: a crash of a GPU driver ends the process
             passed = check_gpu(checked, lambda line: print(line, flush=True), on_cpu=cpu)
         elif passed and sorted_words is not None:
             passed = check_parity(*sorted_words)
@@ -370,11 +370,11 @@ def _say_dropped(recipes: list[Path], overrides: list[str]) -> None:
             f"{key}={show(value)}" + (f" (now {show(now[key])})" if key in now else "")
             for key, value in dropped.items()
         )
-        typer.echo(f"settings of the recipe that another choice dropped: {listed}", err=True)
+        typer.echo(f"settings of the recipe that were dropped by another choice: {listed}", err=True)
 
 
 def explain(prefix: str) -> str:
-    """Help text of the settings at or below `prefix`, two lines each."""
+    """Help text for the settings at or below `prefix`, two lines each."""
     return "\n".join(
         f"{each.key} = {each.default}    ({each.type}{f'; {MAY_CHANGE}' if each.may_change else ''})\n    {each.doc}"
         for each in describe(prefix)
@@ -400,15 +400,15 @@ IN_ORDER_OF_USE: Mapping[str, Callable[..., None] | typer.Typer | str] = {
     "cluster": cluster_app,
     "workflow": "Run a published workflow of mixtrain.",
 }
-"""Every command, in the order in which a newcomer meets them; of a command of the tools, its line in `fovea --help`."""
+"""Every command, in the order in which a newcomer needs them; a text is the help of a command in fovea-tools."""
 DASHED_WORDS = {"context_settings": {"ignore_unknown_options": True}}
-"""For commands that take a word such as --rollout.top_p=1, which gets our error message."""
+"""For commands that accept words such as --rollout.top_p=1, for which Fovea has its own error message."""
 TYPER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "train": {
         **DASHED_WORDS,
         "cls": TrainCommand,
-        "add_help_option": False,  # our own --help also explains the keys given with it
-        "epilog": "`fovea config` lists every KEY with type, default and meaning; `fovea config rollout` a section.",
+        "add_help_option": False,  # Fovea's own --help also explains the keys given with it
+        "epilog": "`fovea config` lists every KEY with type, default and meaning; `fovea config rollout` one section.",
     },
     "doctor": DASHED_WORDS,
 }

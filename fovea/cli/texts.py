@@ -1,4 +1,4 @@
-"""Options and words that several commands have, spelled, explained and completed the same in each."""
+"""Options and arguments that several commands share, with the same spelling, help and completion in each."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Trust: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Run the reward function or environment that a folder's own settings name, ask their judge, and read "
-        "Megatron's checkpoints (a run of yours).",
+        help="Run the reward function or environment that a folder's own settings name, call their judge, and read "
+        "Megatron's checkpoints. Use it only for your own runs.",
     ),
 ]
-Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
+Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")]
 _ARGUMENT = re.compile(r"(?<![\w.])(?:(trust)=True|(recipe|api_key_env)=([\w./-]+))")
-"""An argument of a Python function, as errors name it that both the functions and the commands have."""
+"""An argument of a Python function, as named in errors that functions and commands share."""
 
 
 def with_options(text: str) -> str:
-    """The text with options of the command line, as `--recipe FILE`, in place of arguments of Python functions."""
+    """Replace arguments of Python functions in a text by command-line options such as `--recipe FILE`."""
     return _ARGUMENT.sub(lambda at: f"--{at[1]}" if at[1] else f"--{at[2].replace('_', '-')} {at[3]}", text)
 
 
@@ -48,9 +48,9 @@ def _reader_has_gone() -> bool:
 
 @contextmanager
 def one_line_errors(*, debug: bool = False) -> Iterator[None]:
-    """Turn Fovea's errors, those of files (exit code 2) and Ctrl-C (130) into one line; `debug` adds the traceback.
+    """Print Fovea's errors, file errors (exit code 2) and Ctrl-C (130) on one line; `debug` adds the traceback.
 
-    A reader of stdout that has gone, such as `head`, ends the command without a message.
+    If the reader of stdout has gone, as `head` may, the command ends without a message.
     """
     try:
         yield
@@ -61,7 +61,7 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
             line = printable(without_secrets(with_options(" ".join(str(each).split()))))
             typer.echo(f"error: {line}", err=True)
         raise typer.Exit(error.exit_code) from None
-    except OSError as error:  # a full disk, a folder without permission
+    except OSError as error:  # such as a full disk or a missing permission
         if isinstance(error, BrokenPipeError) and _reader_has_gone():
             raise  # typer ends the command
         if debug:
@@ -78,7 +78,7 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
 
 
 def after_training(run: Path, *, trust: bool) -> str:
-    """Commands for a finished run, a line each; with `trust`, those that open its model name that option."""
+    """Commands for a finished run, one per line; with `trust`, those that open its model get --trust."""
     fovea, folder = typed_command(), shlex.quote(str(run))
     option = " --trust" if trust else ""
     exported = shlex.quote(str(Path("exported", run.name)))
@@ -101,16 +101,16 @@ def typed_command() -> str:
 
 
 RUNS = Path("runs")
-"""The folder of runs by default (run_dir)."""
+"""The default folder of runs (run_dir)."""
 CHOICES = re.compile(r"[\w.+-]+(?: \| [\w.+-]+)+|true or false")
-"""The type of a setting that takes one of a few words."""
+"""The type of a setting that accepts one of a few words."""
 ONE_WORD = re.compile(r"[\w.+-]+")
 
 
 def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The recipes by name that a word may become, and the settings, with their `=` and the values of choices."""
+    """Completions of a word: names of recipes, and settings with `=` and the values of choices."""
     before = [str(word) for word in ctx.params.get("words") or []]
-    # bash takes `=` for a separate word
+    # bash treats `=` as a separate word
     names = before[:-1] if before[-1:] == ["="] else before
     table = {each.key: each for each in reversed(describe())}
     if names and names[-1] in table:
@@ -118,13 +118,13 @@ def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
     key, equals, _ = incomplete.partition("=")
     found = [each for each in describe() if (each.key == key if equals else each.key.startswith(key))]
     keys = list(dict.fromkeys(f"{each.key}=" for each in found if not equals))
-    # bash and zsh put a space behind the only word there is, but none behind what several have in common
+    # bash and zsh add a space after a single completion, but none after the common start of several
     values = [f"{found[0].key}={value}" for value in _choices(found[0], "VALUE")] if found and len(keys) < 2 else []
     return [*complete_recipe(incomplete), *keys, *(word for word in values if word.startswith(incomplete))]
 
 
 def _choices(setting: Setting, otherwise: str | None = None) -> list[str]:
-    """Words that a setting may be set to. With `otherwise`, one without choices gives its default, else `otherwise`."""
+    """Values for a setting. With `otherwise`, a setting without choices gives its default or else `otherwise`."""
     if CHOICES.fullmatch(setting.type):
         return re.split(r" \| | or ", setting.type)
     if otherwise is None:
@@ -133,20 +133,20 @@ def _choices(setting: Setting, otherwise: str | None = None) -> list[str]:
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """The recipes by name that a word may become."""
+    """Names of recipes that complete a word."""
     return [name for name in shipped_recipes() if name.startswith(incomplete)]
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """The run folders below runs/ that a word may become."""
+    """Run folders below runs/ that complete a word."""
     found = (str(file.parent) for file in sorted(RUNS.glob("*/config.yaml")))
     return [folder for folder in found if folder.startswith(incomplete)]
 
 
 SCHEMA_COMMENT = "# yaml-language-server:"
-"""Start of the line of a recipe that names its JSON schema, by which an editor completes and checks it."""
+"""Start of the line in a recipe that names its JSON schema, with which editors complete and check it."""
 NEEDS = "# Needs: "
-"""Start of the line in the head of a recipe that says what it takes."""
+"""Start of the line in the head of a recipe that says what it needs."""
 NEEDS_ANOTHER = re.compile(r"(another recipe|\S+) before it")
 """Start of the `Needs:` line of a recipe that only extends another one."""
 SENTENCE = re.compile(r".*?[.](?=\s|$)")
@@ -166,8 +166,8 @@ def recipes(
 ) -> None:
     """List the recipes that come with Fovea.
 
-    Every command that takes a recipe's file takes such a name. Examples: fovea train shapes; fovea recipes shapes >
-    mine.yaml, to change a copy.
+    Every command that accepts a recipe file also accepts these names. Examples: fovea train shapes; fovea recipes
+    shapes > mine.yaml, to change a copy.
     """
     with one_line_errors(debug=debug):
         if name is None:
@@ -187,7 +187,7 @@ def describe_recipe(file: Path) -> Described:
     head = " ".join(line.removeprefix("#").strip() for line in comments)
     sentence = SENTENCE.match(head)
     if not needs or sentence is None:
-        raise DataError(f"{file}: its head lacks a sentence or a line `{NEEDS}...`; write both")
+        raise DataError(f"{file}: its head lacks a sentence or a line `{NEEDS}...`; add both")
     return Described(sentence.group(), needs[0])
 
 
@@ -199,13 +199,13 @@ def _listed(name: str, described: Described) -> str:
 def _text_of(name: str) -> str:
     shipped = shipped_recipes()
     if name not in shipped:
-        raise DataError(f"{name}: no recipe that comes with Fovea; there are {', '.join(shipped)}")
+        raise DataError(f"{name}: no such recipe in Fovea; the recipes are {', '.join(shipped)}")
     return shipped[name].read_text(encoding="utf-8")
 
 
 WORDS_HELP = (
     "YAML files of settings, or names that `fovea recipes` lists (later ones win), and single settings, which win over "
-    "them; values are YAML."
+    "both; values are YAML."
 )
 
 OPTIONS: Mapping[str, str] = {
@@ -214,7 +214,7 @@ OPTIONS: Mapping[str, str] = {
     "doctor": "--gpu, --cpu, --families, --debug and --help",
     "reproduce": "--list, --debug and --help",
 }
-"""Options of the commands that take what begins with a dash for a word."""
+"""Options of the commands that treat everything with a leading dash as a word."""
 
 Words = Annotated[
     list[str] | None,
@@ -223,7 +223,7 @@ Words = Annotated[
 
 
 def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], list[str]]:
-    """The words split into recipes and overrides; ConfigError, with the likely intent, for a word that is neither."""
+    """Split the words into recipes and overrides; ConfigError, with the likely intent, for a word that is neither."""
     recipes, overrides = [], []
     for word in words:
         key, equals, _ = word.partition("=")
@@ -232,9 +232,9 @@ def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], li
             raise ConfigError(f"{word}: settings have no dashes; write {bare_key(word)}={value}")
         if word.startswith("-"):
             raise ConfigError(
-                f"{word}: no such option; there are {OPTIONS[command]}, and settings are written key=value"
+                f"{word}: no such option; the options are {OPTIONS[command]}, and settings are written key=value"
             )
-        if equals and "/" not in key and not Path(word).is_file():  # a path may hold `=`
+        if equals and "/" not in key and not Path(word).is_file():  # a path may contain `=`
             overrides.append(word)
         elif not is_recipe(word) and is_key(word):
             raise ConfigError(f"{word}: a setting without a value; write {word}=VALUE")
@@ -255,7 +255,7 @@ def bare_key(word: str) -> str:
 
 
 def is_recipe(word: str) -> bool:
-    """True if a word is written as a file is, or is the name of a file or of a recipe that comes with Fovea."""
+    """True if a word looks like a file name, or is the name of a file or of a recipe that comes with Fovea."""
     return "/" in word or word.endswith((".yaml", ".yml")) or Path(word).is_file() or word in shipped_recipes()
 
 

@@ -1,4 +1,4 @@
-"""`fovea eval bench=...`: targets answer published benchmarks; table and page of scores beside published ones."""
+"""`fovea eval bench=...`: evaluates targets on published benchmarks, and shows their scores next to published ones."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class BenchmarkResult:
     results: EvalResults
     metrics: Sequence[TargetMetrics]
     scores: Sequence[Mapping[str, Estimate]]
-    """Scores by name, of each target."""
+    """Scores by name, for each target."""
     images_of: ImagesOf
     command: str
-    """The command that gives these scores."""
+    """The command that reproduces these scores."""
 
 
 def benchmark_table(found: Sequence[BenchmarkResult]) -> Table:
-    """A line for each score of each target."""
+    """A table with a line for each score of each target."""
     table = Table(title=Text("Benchmarks: scores in %, greedy, with 95 % intervals"), title_justify="left")
     for header in ("benchmark", "target", "rows", "score", "published"):
         table.add_column(header, overflow="fold", justify="left" if header in {"benchmark", "target"} else "right")
@@ -74,7 +74,7 @@ def benchmark_table(found: Sequence[BenchmarkResult]) -> Table:
 
 
 def write_benchmarks(path: Path, found: Sequence[BenchmarkResult], settings: str) -> Path:
-    """Write the page to `path` and return that; each benchmark is an evaluation of every target."""
+    """Write the page to `path` and return the path; each benchmark is one evaluation of all targets."""
     data, names = PageData(), [each.benchmark.name for each in found]
     for number, each in enumerate(found):
         add_answers(data, number, each.benchmark.name, each.results, each.images_of)
@@ -84,7 +84,7 @@ def write_benchmarks(path: Path, found: Sequence[BenchmarkResult], settings: str
 
 
 def _summary(found: Sequence[BenchmarkResult], place: int) -> RunSummary:
-    """The scores of one target as its main figures, and its tables on each benchmark."""
+    """The scores of one target as main figures, and its tables for each benchmark."""
     headline = tuple(
         Stat(
             label=_label(each, name),
@@ -111,7 +111,7 @@ def _published(result: BenchmarkResult, score: str) -> list[Published]:
 
 
 def _source(figure: Published) -> str:
-    return f"published of {figure.model}, {figure.source}"
+    return f"published for {figure.model}, {figure.source}"
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -122,17 +122,17 @@ BENCHMARKS: dict[str, Benchmark] = {
     )
 }
 OTHER_ROWS: Sequence[Tree] = (
-    # first another environment than the run's, so that none of its settings is left
+    # switch to another environment first, so that none of the run's environment settings are left
     {"environment": {"name": "shapes"}},
     {"environment": {"name": "vqa", "train_files": [], "test_files": ["bench"]}},
     {"reward": None, "model_reward": None, "second_opinion": None, "judge": None, "reward_model": None},
     {"warmup": None, "evaluate": {"test_size": None}, "rollout": {"stop_after_answer": False}},
 )
-"""Settings that a benchmark brings in place of the run's; settings on the command line override them."""
+"""Settings of a benchmark that replace the run's; settings on the command line override them."""
 
 
 def chosen(words: Sequence[str]) -> dict[str, str | None]:
-    """The names of the benchmarks in `bench=a,b`, each with its `bench.a=PATH`, if there is one."""
+    """The names of the benchmarks in `bench=a,b`, each with the path in `bench.a=PATH` if given."""
     given = dict(word.split("=", 1) for word in words)
     if len(given) < len(words):
         raise ConfigError("bench or one of its paths is given twice; write one list: bench=mathvista,mmmu")
@@ -143,14 +143,14 @@ def chosen(words: Sequence[str]) -> dict[str, str | None]:
     for name in (*names, *paths):
         if name not in BENCHMARKS:
             near = difflib.get_close_matches(name.lower(), BENCHMARKS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BENCHMARKS)}"
+            hint = f"did you mean {near[0]}?" if near else f"the benchmarks are {', '.join(BENCHMARKS)}"
             raise ConfigError(f"bench={name}: no such benchmark; {hint}")
         if paths.get(name) == "":
-            raise ConfigError(f"bench.{name}= names no place; leave it out for data/{name}, or give a folder or file")
+            raise ConfigError(f"bench.{name}= is empty; leave it out for data/{name}, or give a folder or file")
         if name not in names:
-            raise ConfigError(f"bench.{name} says where {name} is, and bench does not name it; add bench={name}")
+            raise ConfigError(f"bench.{name} gives the path of {name}, but bench does not name it; add bench={name}")
     if not names:
-        raise ConfigError(f"bench= names no benchmark; there are {', '.join(BENCHMARKS)}")
+        raise ConfigError(f"bench= names no benchmark; the benchmarks are {', '.join(BENCHMARKS)}")
     return {name: paths.get(name) for name in names}
 
 
@@ -160,7 +160,7 @@ def evaluate_benchmarks(
     """Evaluate all targets on all benchmarks, print the table and write the output files."""
     targets = parse_targets(words, options.api_key_env)
     if ignored := [word for word in overrides if re.match(r"environment\b", word)]:
-        raise ConfigError(f"{ignored[0]}: a benchmark has its own rows, prompts and verdicts; leave it out")
+        raise ConfigError(f"{ignored[0]}: a benchmark has its own rows, prompts and grader; leave it out")
     config = _settings(targets, overrides, options)
     access = make_access(config.data)
     opened = [open_benchmark(BENCHMARKS[name], path, access) for name, path in benchmarks.items()]
@@ -181,7 +181,7 @@ def evaluate_benchmarks(
 
 
 def _settings(targets: Sequence[Target], overrides: Sequence[str], options: EvalOptions) -> Config:
-    """The settings of the recipe, of the first target that has some, or the defaults; without rows."""
+    """The settings of the recipe, of the first target with settings, or the defaults; without rows."""
     changed: list[Override] = [*OTHER_ROWS, *overrides]
     if options.recipe is None and all(settings_file(target) is None for target in targets):
         return load_config([], [{"model": {"tiny": {}}}, *changed])

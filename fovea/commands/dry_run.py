@@ -1,4 +1,4 @@
-"""`fovea train --dry-run`: all that can go wrong before a model is loaded, tried without a run folder."""
+"""`fovea train --dry-run`: check everything that can fail before the model is loaded, without a run folder."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from fovea_gym.errors import DataError, FoveaError, SeveralErrors
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 INDEX_FILE = "model.safetensors.index.json"
 NUM_OPENED = 32
-"""Rows of each split that are opened, evenly spread: a second where the processor takes 10 ms an image."""
+"""Number of rows of each split to open, evenly spread: about a second in all, at 10 ms per image."""
 
 
 def plan(config: Config, *, rows_per_split: int | None = NUM_OPENED) -> list[str]:
-    """Describe the run line by line; raises all errors of its start at once.
+    """Describe the run line by line; raises all errors that its start would raise, at once.
 
     Opens rows of each split, evenly spread (None: all rows), calls the user's reward and reads all files of the model
-    but its weights. Nothing is written but caches of remote files.
+    except its weights. Only caches of remote files are written.
     """
     problems: list[FoveaError] = []
     folder = Path(filled(config, "<time>"))
@@ -63,7 +63,7 @@ def plan(config: Config, *, rows_per_split: int | None = NUM_OPENED) -> list[str
             check(config)
     lines: list[str] = []
     with TemporaryDirectory(prefix="fovea-dry-run-") as scratch, _noted(problems):
-        # images are fetched into the run folder
+        # images would be fetched into the run folder
         elsewhere = config.with_own_files.model_copy(update={"run_dir": scratch})
         graded = make_environment(elsewhere)
         try:
@@ -80,7 +80,7 @@ def plan(config: Config, *, rows_per_split: int | None = NUM_OPENED) -> list[str
 
 @contextmanager
 def _noted(problems: list[FoveaError]) -> Iterator[None]:
-    """A block whose error is added to the problems, unless it is there already."""
+    """A block whose error is added to `problems`, unless it is already among them."""
     try:
         yield
     except FoveaError as error:
@@ -91,13 +91,13 @@ def _noted(problems: list[FoveaError]) -> Iterator[None]:
 def _try_parts(
     config: Config, graded: GradedEnvironment, problems: list[FoveaError], rows_per_split: int | None, folder: Path
 ) -> list[str]:
-    """Lines about model, rows, rewards and steps of the run in `folder`; what fails is added to the problems."""
+    """Lines about model, rows, rewards and steps of the run in `folder`; errors are added to `problems`."""
     tiny = ", to be made with random weights" if config.model.tiny else ""
     lines, tasks = [f"model: {config.model.name}{tiny}"], graded.environment.tasks
     renderer: RendersPrompts = EmptyPrompts()
     opener = make_opener(config.data, Path(config.run_dir))
     with _noted(problems):
-        # a tiny one is made in the scratch folder, of the rows that can be read
+        # a tiny model is made in the scratch folder, from the rows that can be read
         model = locate_model(config, Path(config.run_dir), lambda: graded.environment, on_bad_row="skip")
         tokens = config.rollout.max_new_tokens
         renderer = make_renderer(config.model, load_processor(model), opener, max_new_tokens=tokens)
@@ -111,7 +111,7 @@ def _try_parts(
         lines += [*try_reward(graded, opener), *remarks_on_answers(graded), *remarks_on_shares(config, graded)]
         lines += remarks_on_images(tasks("train"), opener)
     with _noted(problems):
-        make_order(config, tasks("train"))  # names of kinds and levels that no row has
+        make_order(config, tasks("train"))  # raises for names of kinds and levels that no row has
         lines += filter(None, [too_few_rows(len(tasks("train")), config)])
         resumed = None if config.max_epochs is None else _resumed(config, folder)
         config = within_epochs(config, partial(tasks, "train"), resumed)
@@ -120,21 +120,21 @@ def _try_parts(
 
 
 def _resumed(config: Config, folder: Path) -> SavedCheckpoint | None:
-    """The checkpoint that the run in a folder would go on from; None where it would begin."""
+    """The checkpoint from which the run in a folder would resume; None if it would start."""
     if config.resume_from is not None:
         return read_checkpoint(config.resume_from)
     return Checkpoints(folder, config.checkpoint.keep).latest() if config.resume == "auto" else None
 
 
 def _check_device(config: Config) -> None:
-    """ModelError where model.device is not on this machine, which trains unless a Ray cluster does."""
+    """ModelError if this machine, unless a Ray cluster trains, does not have model.device."""
     if not config.cluster.num_ray_workers:
         pick_device(config.model.device)
 
 
 def _check_packages(config: Config) -> None:
-    """Raises MissingExtraError or ConfigError where a backend is not installed, or its interpreter is missing."""
-    # each import says what has to be installed
+    """MissingExtraError or ConfigError if a backend is not installed, or if its interpreter is missing."""
+    # the error of each import says what to install
     if config.cluster.num_ray_workers:
         importlib.import_module("fovea.cluster.ray")
         return  # the machines of a Ray cluster have their own environments
@@ -142,22 +142,22 @@ def _check_packages(config: Config) -> None:
         importlib.import_module("fovea.train.megatron")
     engine = config.rollout.engine
     if engine.interpreter is not None:
-        # this environment need not have the engine of another
+        # the engine is installed in another environment
         find_interpreter(engine.interpreter)
     elif engine.extra is not None:
         importlib.import_module("fovea.rollout." + engine.extra)
 
 
 def _check_placement(config: Config) -> None:
-    """ConfigError where train and rollout settings cannot divide the run's workers, as far as their number is known."""
+    """ConfigError if train and rollout settings cannot divide the run's workers, if their number is known."""
     num_workers = config.cluster.num_ray_workers or num_processes()
-    # with one process the number is open: torchrun, which has not started this one, may start several
+    # one process does not tell the number: the run may be started by torchrun with several
     if config.cluster.num_ray_workers or num_workers > 1:
         placement_of(config, num_workers)
 
 
 def _cluster(config: Config) -> list[str]:
-    """The GPUs of a Ray cluster by their use, and what only its machines can tell."""
+    """The use of a Ray cluster's GPUs, and what only its machines can check."""
     cluster, num_gpus = config.cluster, config.cluster.num_ray_workers
     if not num_gpus:
         with_one: list[FoveaError] = []
@@ -168,12 +168,12 @@ def _cluster(config: Config) -> list[str]:
     return [
         f"cluster: {cluster.num_nodes} x {cluster.gpus_per_node} GPUs, of which {placement.num_learners} train and "
         f"{len(placement.engines(range(num_gpus)))} generate (cluster.placement={cluster.placement}); its start checks "
-        "that the Ray cluster has so many, and the packages of the engine on them"
+        "that the Ray cluster has that many, and the engine's packages on them"
     ]
 
 
 def _check_model(model: Model) -> None:
-    """ModelError for weights that are not there, ConfigError for parts to train that the network lacks."""
+    """ModelError for missing weight files, ConfigError for parts to train that the network lacks."""
     index = Path(str(model.path), INDEX_FILE)
     if index.is_file():
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -189,7 +189,7 @@ def _check_model(model: Model) -> None:
 def _rows(
     config: Config, graded: GradedEnvironment, split: Split, renderer: RendersPrompts, num_opened: int | None
 ) -> str:
-    """The number of rows of a split, and the most tokens of those that are opened; DataError for bad ones."""
+    """The number of rows of a split, and the longest prompt among those opened; DataError for bad rows."""
     tasks = graded.environment.tasks(split)
     opened = range(len(tasks)) if num_opened is None else spread(len(tasks), num_opened)
     source = PromptSource(
@@ -197,7 +197,7 @@ def _rows(
         graded.environment,
         renderer,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        on_bad_row="skip",  # the run may end at the first one, and here all are counted
+        on_bad_row="skip",  # a run may end at the first bad row, but here all are counted
         cache_gib=0.0,
     )
     lengths, answers = list[int](), [0]

@@ -1,4 +1,4 @@
-"""`fovea eval`: several targets answer the same rows, one target after the other, graded by the same environment."""
+"""`fovea eval`: several targets, one after the other, answer the same rows and are graded by the same environment."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from fovea_gym.utils.shown_text import printable, without_secrets
 
 Say = Callable[[str], None]
 ONLY_ROWS: Sequence[Override] = ({"model": {"tiny": {}}}, {"environment": {"name": "rows"}})
-"""Settings below those of the user, where rows are all that is asked; the targets name the models."""
+"""Settings under the user's if only rows are given; the targets name the models."""
 NO_TRAINING_ROWS: Override = {"environment": {"train_files": []}}
 
 
@@ -79,14 +79,14 @@ class EvalOptions:
     recipe: Path | None = None
     split: Split = "test"
     json_file: Path | None = None
-    """Written in addition to the printed tables, as `html_file` is."""
+    """Written in addition to the printed tables, like `html_file`."""
     html_file: Path | None = None
     trust: bool = False
-    """Run code that the settings of the targets' own folders name."""
+    """Run code that settings in the targets' folders name."""
     api_key_env: str | None = None
     """Environment variable with the key for servers."""
     quiet: bool = False
-    """Leave out the progress."""
+    """Do not print the progress."""
 
 
 def evaluate_targets(
@@ -97,7 +97,7 @@ def evaluate_targets(
     given: GivenCode | None = None,
     rows: InMemory | None = None,
 ) -> list[TargetMetrics]:
-    """Evaluate all targets, print tables and write files; `rows` are asked in place of those of the test split."""
+    """Evaluate all targets, print tables and write files; `rows` replace those of the test split."""
     targets = parse_targets(words, options.api_key_env)
     say = partial(print_progress, Console(quiet=options.quiet))
     with ExitStack() as stack:
@@ -119,7 +119,7 @@ def print_progress(console: Console, text: str) -> None:
 
 
 def _settings_beside_rows(targets: Sequence[Target], overrides: Sequence[Override], options: EvalOptions) -> Config:
-    """The settings of a recipe or of the targets, else the defaults with the user's environment and reward."""
+    """The settings of a recipe or of the targets, or else the defaults with the user's environment and reward."""
     if options.recipe is None and all(settings_file(target) is None for target in targets):
         others = [] if "environment.train_files" in keys_of(overrides) else [NO_TRAINING_ROWS]
         return load_config([], [*ONLY_ROWS, *overrides, *others])
@@ -128,7 +128,7 @@ def _settings_beside_rows(targets: Sequence[Target], overrides: Sequence[Overrid
 
 @contextmanager
 def _asking(rows: InMemory, config: Config, say: Say) -> Iterator[Config]:
-    """The settings with files of these rows, which are there until the block ends, as those of the test split."""
+    """The settings with these rows as the test split, in files that exist until the block ends."""
     with (
         rows_as_files(config.with_own_files, {"test": rows}, arguments={"test": "rows"}) as written,
         TemporaryDirectory(prefix="fovea-rows-") as folder,
@@ -142,7 +142,7 @@ def _asking(rows: InMemory, config: Config, say: Say) -> Iterator[Config]:
 def _write(results: EvalResults, eval_set: EvalSet, options: EvalOptions) -> list[TargetMetrics]:
     config, console = eval_set.config, Console()
     metrics = target_metrics(results)
-    # rows that were given have no data set with a name
+    # given rows do not belong to a named data set
     of_what = "" if config.environment.name == "rows" else f" of {config.environment.name}"
     title = f"{len(results.rows)} {options.split} rows{of_what}"
     for table in tables(metrics, f"Accuracy in %, greedy, {title}"):
@@ -175,12 +175,12 @@ class EvalSet:
     size: int
     open_image: ImageOpener
     tools: Sequence[Tool] = ()
-    """Tools that the model may call beside those of the environment."""
+    """Tools that the model may call in addition to those of the environment."""
 
     @staticmethod
     def of(config: Config, split: Split, given: GivenCode | None = None) -> EvalSet:
-        """The rows that a run with these settings evaluates on: `evaluate.dev_size` of dev, else `test_size`."""
-        if TIME in config.run_dir:  # a recipe's, of no run yet: images are fetched into the cache
+        """The rows that a run with these settings evaluates on: `evaluate.dev_size` dev rows, or else `test_size`."""
+        if TIME in config.run_dir:  # a recipe without a run: images are fetched into the cache
             config = config.model_copy(update={"run_dir": str(Path(config.data.cache_dir).expanduser())})
         given = given or GivenCode()
         made = make_environment(config, given.environment, given.rewards, given.tools)
@@ -200,7 +200,7 @@ class EvalSet:
 def compare(
     targets: Sequence[Target], eval_set: EvalSet, overrides: Sequence[Override], say: Say, *, trust: bool = False
 ) -> EvalResults:
-    """Answers of all targets, on the rows that every target answered; one model is in memory at a time."""
+    """Answers of all targets to the rows that every target answered; one model is in memory at a time."""
     if eval_set.config.threads is not None:
         torch.set_num_threads(eval_set.config.threads)
     answers = [
@@ -210,7 +210,7 @@ def compare(
     common = set.intersection(*(set(each.greedy) for each in answers))
     if not common:
         reason = next(iter([*answers[0].skipped.values(), *answers[0].unscored]), "no row was skipped")
-        raise DataError(f"no row has a scored answer of every target; {targets[0].name}: {reason}")
+        raise DataError(f"no row has a scored answer from every target; {targets[0].name}: {reason}")
     index_of = {row.id: row.index for row in answers[0].greedy.values() if row.id in common}
     key = eval_set.config.evaluate.image_type_key
     rows = [task_row(eval_set.tasks[index], index, key) for index in sorted(index_of.values())]
@@ -224,7 +224,7 @@ def say_of(say: Say, name: str, text: str) -> None:
 async def ask_target(
     target: Target, eval_set: EvalSet, overrides: Sequence[Override], say: Say, *, trust: bool = False
 ) -> TargetAnswers:
-    """The answers of one target, which is loaded for it and freed again."""
+    """The answers of one target, whose model is loaded and freed again."""
     if isinstance(target, Baseline):
         return await _ask_baseline(target, eval_set, say)
     if isinstance(target, ServerTarget):
@@ -233,7 +233,7 @@ async def ask_target(
     model = open_model(target, eval_set.config, overrides, trust=trust)
     eval_set = called_by(model, eval_set, say)
     engine = engine_of(model, eval_set.config)
-    # closed on every way out: the next target's engine needs the memory
+    # closed even after an error: the next target's engine needs the memory
     try:
         environment, max_tokens = eval_set.environment, eval_set.config.rollout.max_episode_tokens
         answers_of = EngineAnswers(engine, environment, eval_set.grading, max_tokens)
@@ -249,7 +249,7 @@ async def ask_target(
 def _with_dependence(
     answers: TargetAnswers, model: OpenedModel, source: PromptSource, eval_set: EvalSet, say: Say
 ) -> TargetAnswers:
-    """The answers with their dependence on the pictures that the controls exchange."""
+    """The answers with their dependence on the pictures, which the controls replace."""
     tasks = [task for task in usable_tasks(source, eval_set.size) if task.images]
     say(f"log-probs of the answers to {len(tasks)} rows with shuffled images, and with blank ones")
     scores = partial(
@@ -264,7 +264,7 @@ def _with_dependence(
 
 
 def called_by(model: OpenedModel, eval_set: EvalSet, say: Say) -> EvalSet:
-    """The rows with their tools, as this model calls them."""
+    """The rows with their tools, in the way this model calls them."""
     rendered = renderer_of(eval_set, model), eval_set.open_image
     return _with_tools(eval_set, partial(use_of_model, eval_set.config, model.processor, *rendered, say))
 
@@ -275,9 +275,9 @@ def _with_tools(eval_set: EvalSet, make_use: Callable[[], ToolUse]) -> EvalSet:
 
 
 def engine_of(model: OpenedModel, config: Config) -> Engine:
-    """The engine that answers, whichever samples in training: it shares the network that is opened here."""
+    """The engine for the answers, whatever the training engine is: it shares the network that is opened here."""
     settings = config.rollout.engine if isinstance(config.rollout.engine, EmbeddedSettings) else EmbeddedSettings()
-    # no update follows, so that the engine need not keep activations for reuse
+    # no update follows, so the engine need not keep activations for reuse
     engine = make_engine(settings.model_copy(update={"reuse_gib": 0.0}), model.processor, model.vlm)
     engine.load_weights(dict(engine.own_weights()), 0)
     return engine
@@ -301,7 +301,7 @@ def source_of(eval_set: EvalSet, renderer: RendersPrompts) -> PromptSource:
 
 
 async def check_servers(targets: Sequence[Target], config: Config) -> None:
-    """ConfigError where a server does not answer: before any row is read, and not after hours with other targets."""
+    """ConfigError if a server does not answer, before any row is read rather than after hours with other targets."""
     for target in targets:
         if isinstance(target, ServerTarget):
             async with _model_of(target, config):
@@ -358,7 +358,7 @@ async def _ask_model(
 async def _controls(
     evaluator: Evaluator, source: PromptSource, eval_set: EvalSet, say: Say, unscored: list[str]
 ) -> tuple[dict[str, AnsweredRow], dict[str, AnsweredRow]]:
-    """Greedy answers with shuffled images and with blank ones (image ablation); empty where no row has an image."""
+    """Greedy answers with shuffled images and with blank ones (image ablation); empty if no row has an image."""
     tasks = pictured_tasks(source, eval_set.size, say)
     if not tasks:
         return {}, {}
@@ -376,7 +376,7 @@ def _say_left_out(unscored: Sequence[str], say: Say) -> None:
 def _by_id(answered: Sequence[AnsweredRow]) -> dict[str, AnsweredRow]:
     repeated = [name for name, count in Counter(row.id for row in answered).items() if count > 1]
     if repeated:
-        raise DataError(f"two rows of the split have the id {repeated[0]!r}; give every row of a split a separate id")
+        raise DataError(f"two rows of the split have the id {repeated[0]!r}; give every row of a split a unique id")
     return {row.id: row for row in answered}
 
 

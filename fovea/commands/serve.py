@@ -1,4 +1,4 @@
-"""The model folder that a server is started on."""
+"""`fovea serve`: start a server for a run, a checkpoint or a model folder."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from fovea_gym.utils.addresses import is_loopback
 from fovea_gym.utils.bounded import check_inside
 
 EXPORTS = "exports"
-"""Folder of a run with the exports that it was served from."""
+"""Folder of a run for the exports that are served."""
 
 
 def served_folder(source: str, say: Callable[[str], None], *, trust: bool = False) -> Path:
-    """The folder of a model, or the export of a run's newest checkpoint or of one that is named.
+    """The folder of a model, or the export of a run's newest checkpoint or of a given checkpoint.
 
-    An export is written below the run folder, once for each checkpoint. ConfigError for what is neither.
+    An export is written below the run folder, once for each checkpoint. ConfigError for any other source.
     """
     target = parse_target(source)
     if isinstance(target, CheckpointTarget):
         folder = target.run / EXPORTS / f"step-{step_of(target)}"
         check_inside(folder, target.run)
-        # a run that was trained again to this step has another checkpoint
+        # a run that was trained again has another checkpoint at this step
         if folder.exists() and folder.stat().st_mtime < target.folder.stat().st_mtime:
             shutil.rmtree(folder)
         if not folder.exists():
@@ -52,7 +52,7 @@ def served_folder(source: str, say: Callable[[str], None], *, trust: bool = Fals
             export(target.folder, folder, trust=trust)
         return folder
     if isinstance(target, ModelTarget) and target.adapter is not None:
-        raise ConfigError(f"{source}: an adapter without its model; serve the run, or an export without --adapter-only")
+        raise ConfigError(f"{source}: an adapter without its model; serve the run, or export without --adapter-only")
     if isinstance(target, ModelTarget) and Path(target.path).is_dir():
         return Path(target.path)
     raise ConfigError(f"{source}: not a folder; serve a run, a checkpoint, or the folder of a model (fovea export)")
@@ -64,9 +64,9 @@ POLL_SECONDS = 0.2
 
 @contextmanager
 def running(launch: Launch, ending_seconds: float = ENDING_SECONDS) -> Iterator[ChildProcess]:
-    """A process for the block. At its end, by SIGTERM and SIGKILL too, nothing that it has started is left.
+    """A process for the block, which ends with all that it has started, even if this process gets SIGTERM or SIGKILL.
 
-    It has `ending_seconds` to finish what it does, and when this process is killed some to delete its shared memory.
+    It has `ending_seconds` to finish its work; if this process is killed, it has time to delete its shared memory.
     """
     with _terminable():
         process = ChildProcess(launch.command, launch.environment, grace_seconds=ENDING_SECONDS)
@@ -77,7 +77,7 @@ def running(launch: Launch, ending_seconds: float = ENDING_SECONDS) -> Iterator[
 
 
 def wait_until_healthy(process: ChildProcess, url: str, max_seconds: float) -> None:
-    """Return when the server at `url` answers; EngineError when it ends before that, or takes too long."""
+    """Return when the server at `url` answers; EngineError if it ends before that, or takes too long."""
     deadline = monotonic() + max_seconds
     while process.exit_code is None:
         with suppress(httpx2.HTTPError):
@@ -91,7 +91,7 @@ def wait_until_healthy(process: ChildProcess, url: str, max_seconds: float) -> N
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """A block that SIGTERM and SIGHUP leave as Ctrl-C does."""
+    """A block that SIGTERM and SIGHUP end in the same way as Ctrl-C."""
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
@@ -114,7 +114,7 @@ class ServerAddress:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_env: str | None = None
-    """Environment variable with the key that requests must bring."""
+    """Environment variable with the key that requests must send."""
 
     @property
     def url(self) -> str:
@@ -123,24 +123,24 @@ class ServerAddress:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def api_key(self, default: str | None = None) -> str | None:
-        """The key, `default` where none is named.
+        """The key, or `default` if no variable is named.
 
-        ConfigError where the variable is empty, or where others could call a server without a key.
+        ConfigError if the variable is empty, or if other machines could call the server without a key.
         """
         if self.api_key_env is None:
             if default is None and not is_loopback(self.host):
                 raise ConfigError(
-                    f"--host {self.host}: other machines reach the server, and anyone there could use it; add "
+                    f"--host {self.host}: other machines can reach the server, and anyone there could use it; add "
                     "--api-key-env VARIABLE with the name of an environment variable that holds a key"
                 )
             return default
         key = os.environ.get(self.api_key_env, "").strip()
         if not key:
-            raise ConfigError(f"--api-key-env {self.api_key_env}: there is no such environment variable; export it")
+            raise ConfigError(f"--api-key-env {self.api_key_env}: this environment variable is not set; export it")
         return key
 
     def check_free(self) -> None:
-        """ConfigError where something listens at the port, or the host is not an address of this machine."""
+        """ConfigError if the port is in use, or if the host is not an address of this machine."""
         try:
             family, _, _, _, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family) as listening:
@@ -148,7 +148,7 @@ class ServerAddress:
                 listening.bind(place)
         except OSError as error:
             raise ConfigError(
-                f"--host {self.host} --port {self.port}: cannot be listened at ({error.strerror}); give another port"
+                f"--host {self.host} --port {self.port}: cannot listen there ({error.strerror}); give another port"
             ) from error
 
 
@@ -159,21 +159,21 @@ class ServedModel:
     source: str
     """A run, a checkpoint, or the folder of a model."""
     name: str | None = None
-    """The model's name in requests; default: that of its folder, or of its run."""
+    """The model's name in requests; default: the name of its folder or run."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the engine, under its own names."""
+    """Further arguments of the engine, under the engine's names for them."""
     weights_dir: Path | None = None
-    """The folder through which a trainer brings its weights; None for a server of answers only."""
+    """The folder through which a trainer sends its weights; None for a server that only answers."""
     url_limits: UrlLimits | None = None
-    """Limits of reading the images of requests at their addresses; None: images come as data only."""
+    """Limits for reading images of requests from URLs; None: images come only as data."""
     trust: bool = False
 
 
 def serve(
     served: ServedModel, address: ServerAddress, launch: LaunchesServers, say: Say, *, start_seconds: float
 ) -> None:
-    """Start the server, say how it is called, and wait until it ends; EngineError where it ends by itself."""
-    # the trainer reads it from the same folder
+    """Start the server, print how to call it, and wait until it ends; EngineError if it ends unasked."""
+    # the trainer reads this key from the same folder
     admin_key = None if served.weights_dir is None else made_key(served.weights_dir)
     api_key = address.api_key(admin_key)
     address.check_free()
@@ -200,11 +200,11 @@ def serve(
         wait_until_healthy(child, address.url, start_seconds)
         say(f"{server.name} is served at {address.url}/v1; Ctrl-C ends it. {_next(server, address)}")
         code = child.wait()
-    raise EngineError(f"the server ended by itself, with code {code}; its own messages say why")
+    raise EngineError(f"the server ended unexpectedly with code {code}; its own messages say why")
 
 
 def _dtype(folder: Path) -> str:
-    """The type that a model's folder names, such as float32; `auto` where it names none."""
+    """The dtype in a model folder's config, such as float32; `auto` if there is none."""
     dtype = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).dtype
     return "auto" if dtype is None else str(dtype).removeprefix("torch.")
 

@@ -1,8 +1,8 @@
 """Targets of evaluation and export: arguments of the command line become targets, targets become models.
 
-A target is a run folder (its newest checkpoint), one checkpoint of it, a model folder or hub id, a folder with an
-adapter only, a server, or a baseline. The settings of a checkpoint's model are those of its run; those of other models
-are the settings of the evaluation, with another `model.path`.
+A target is a run folder (its newest checkpoint), one of its checkpoints, a model folder or Hub id, a folder with only
+an adapter, a server, or a baseline. A checkpoint's model has the settings of its run; other models have the settings of
+the evaluation with another `model.path`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fovea_gym.utils.bounded import check_inside, read_file
 from fovea_gym.utils.shown_text import without_secrets
 
 RECIPE_FILE = "recipe.yaml"
-"""File of an exported folder with the settings of its run."""
+"""File in an exported folder with the settings of its run."""
 CONSTANT = "constant:"
 
 
@@ -65,44 +65,44 @@ class CheckpointTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTarget:
-    """A Hugging Face model: a folder or hub id."""
+    """A Hugging Face model: a folder or Hub id."""
 
     name: str
     path: str
     revision: str | None = None
     adapter: Path | None = None
-    """A folder with a peft adapter of that model."""
+    """A folder with a peft adapter for that model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTarget:
-    """A model behind an OpenAI-compatible server."""
+    """A model on an OpenAI-compatible server."""
 
     name: str
     url: str
     """Address without `/v1`."""
     model: str | None
-    """Its name there; None: the only one."""
+    """Name of the model on the server; None: the only model there."""
     api_key_env: str | None = None
-    """Environment variable with the key that it wants."""
+    """Environment variable with the server's key."""
 
 
 Target = Baseline | CheckpointTarget | ModelTarget | ServerTarget
 
 
 def parse_targets(words: Sequence[str], api_key_env: str | None = None) -> list[Target]:
-    """Parse several targets, of which servers get the key; ConfigError when two of them are the same."""
+    """Parse several targets; servers get the key. ConfigError if two targets are the same."""
     targets = [parse_target(word) for word in words]
     targets = [replace(each, api_key_env=api_key_env) if isinstance(each, ServerTarget) else each for each in targets]
     names = [target.name for target in targets]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"{twice}: named twice, and a target has one column; leave one out")
+        raise ConfigError(f"{twice}: named twice, but a target has one column; remove one of them")
     return targets
 
 
 def parse_target(word: str) -> Target:
-    """Parse a target; ConfigError when it is none."""
+    """Parse a target; ConfigError if the word is not a target."""
     if word in ("majority", "gold") or word.startswith(CONSTANT):
         return Baseline(name=word)
     if word.startswith(("http://", "https://")):
@@ -118,19 +118,19 @@ def parse_target(word: str) -> Target:
     if is_hub_id(path):
         return ModelTarget(name=word, path=path, revision=revision or None)
     if word in shipped_recipes():
-        raise ConfigError(f"{word}: a recipe, no target; give recipe={word} beside a target")
+        raise ConfigError(f"{word}: a recipe, not a target; give recipe={word} together with a target")
     near = near_folder(folder.expanduser())
     fix = (
         f"did you mean {near}?"
         if near
-        else "a target is a run, a checkpoint, a model folder, a hub id such as Qwen/Qwen3-VL-2B-Instruct, the "
+        else "a target is a run, a checkpoint, a model folder, a Hub id such as Qwen/Qwen3-VL-2B-Instruct, the "
         f"address of a server, or one of the baselines majority, gold and {CONSTANT}TEXT"
     )
     raise ConfigError(f"{word}: no such folder; {fix}")
 
 
 def _server_target(word: str) -> ServerTarget:
-    """A server at `URL` or `URL#MODEL`; ConfigError for a URL with a password or key in it."""
+    """A server at `URL` or `URL#MODEL`; ConfigError for a URL that contains a password or key."""
     parts = http_parts(word)
     if parts is None or parts.username is not None or parts.query:
         raise ConfigError(
@@ -152,12 +152,10 @@ def _folder_target(word: str, folder: Path) -> Target:
 def find_checkpoint(folder: Path) -> CheckpointTarget:
     """Find the checkpoint of a folder: the folder itself, or the newest checkpoint of a run folder."""
     if is_checkpoint(folder):
-        # resolved: the user's spelling may have other parents, as `runs/x/checkpoints/step-4/.` has
+        # resolved, because a spelling such as `runs/x/checkpoints/step-4/.` has other parents
         run = folder.resolve().parents[1]
         if not (run / CONFIG_FILE).is_file():
-            raise ConfigError(
-                f"{folder}: no {CONFIG_FILE} in {run}, where that of its run should be; move it back there"
-            )
+            raise ConfigError(f"{folder}: no {CONFIG_FILE} in its run folder {run}; move the file back there")
         check_inside(run / CONFIG_FILE, run)
         _check_whole(folder, run)
         return CheckpointTarget(name=str(folder), folder=folder, run=run)
@@ -176,26 +174,26 @@ def find_checkpoint(folder: Path) -> CheckpointTarget:
 
 @contextmanager
 def naming_deletion(checkpoint: Path) -> Iterator[None]:
-    """Block that reads a checkpoint; DataError with the cause where its run deletes it meanwhile."""
+    """A block that reads a checkpoint; DataError, with the cause, if its run deletes it meanwhile."""
     try:
         yield
     except (FoveaError, OSError) as error:
         if checkpoint.exists():
             raise
         raise DataError(
-            f"{checkpoint} was deleted while it was read: its run goes on, and keeps the newest checkpoint.keep of "
-            "them; name its newest one, or set a larger checkpoint.keep for the run"
+            f"{checkpoint} was deleted while it was read: its run is still going, and keeps only the newest "
+            "checkpoint.keep of them; name the newest one, or set a larger checkpoint.keep for the run"
         ) from error
 
 
 def _check_whole(checkpoint: Path, run: Path) -> None:
-    """DataError where a checkpoint is damaged, with one of its run that is not."""
+    """DataError if a checkpoint is damaged; it names an undamaged one of the same run."""
     try:
         with naming_deletion(checkpoint):
             read_checkpoint(checkpoint)
     except DamagedCheckpointError as error:
         whole = Checkpoints(run, keep=1).latest()
-        assert whole is not None, "no checkpoints, but one is damaged"
+        assert whole is not None, "a checkpoint is damaged, but its run has none"
         raise DataError(f"{error}; name {whole.folder} instead, which is whole") from error
 
 
@@ -212,18 +210,18 @@ def _base_of(adapter: Path) -> str:
 def shared_settings(
     targets: Sequence[Target], recipe: Path | None, overrides: Sequence[Override], *, trust: bool = False
 ) -> Config:
-    """Settings of the rows and prompts of an evaluation: those of the recipe, else of the first target with settings.
+    """Settings for the rows and prompts of an evaluation: those of the recipe, or of the first target with settings.
 
-    ConfigError where the targets' own environments differ and no recipe decides, and where a target's own settings
-    would run code and `trust` does not allow it.
+    ConfigError if the targets' environments differ and no recipe decides, or if a target's own settings would run code
+    that `trust` does not allow.
     """
     if recipe is not None:
         return load_config([recipe], overrides)
     sources = [file for target in targets if (file := settings_file(target)) is not None]
     if not sources:
         raise ConfigError(
-            "no target says which rows to ask; give a recipe that does (recipe=FILE, or a name such as geo3k), or rows "
-            "from Python"
+            "no target says which rows to evaluate on; give a recipe that does (recipe=FILE, or a name such as geo3k), "
+            "or rows from Python"
         )
     for file in sources:
         check_packages(file, overrides, trust=trust)
@@ -232,17 +230,17 @@ def shared_settings(
         if (_environment(config), _reward(config)) != (_environment(configs[0]), _reward(configs[0])):
             raise ConfigError(
                 f"{sources[0]} and {file} have different environments ({_first_difference(configs[0], config)}); "
-                "give a recipe (recipe=FILE) that says which rows all targets are asked"
+                "give a recipe (recipe=FILE) that says which rows to evaluate on"
             )
     check_trust(configs[0], sources[0], overrides, trust=trust)
     run = next((target.run for target in targets if isinstance(target, CheckpointTarget)), None)
     is_of_run = run is not None and sources[0] == run / CONFIG_FILE and "run_dir" not in keys_of(overrides)
-    # where its folder is by now, for the rows that it holds
+    # the folder may have been moved; its rows are there
     return configs[0].model_copy(update={"run_dir": str(run)}) if is_of_run else configs[0]
 
 
 def settings_file(target: Target) -> Path | None:
-    """File with the settings that a target was trained with; None if it has none."""
+    """File with the settings that a target was trained with; None if there is no such file."""
     if isinstance(target, CheckpointTarget):
         return target.run / CONFIG_FILE
     if isinstance(target, ModelTarget):
@@ -252,7 +250,7 @@ def settings_file(target: Target) -> Path | None:
 
 
 def _environment(config: Config) -> Section:
-    """The environment, equal for runs that hold the same rows."""
+    """The environment in a form that is equal for runs with the same rows."""
     environment = config.environment
     return environment.of_any_run() if isinstance(environment, SplitFiles) else environment
 
@@ -279,18 +277,18 @@ class OpenedModel:
     processor: Processor
     vlm: PolicyNetwork
     left_out: tuple[str, ...] = ()
-    """Folders and tensors of its checkpoint that do not belong to the model."""
+    """Folders and tensors of the checkpoint that do not belong to the model."""
 
 
 def open_model(
     target: CheckpointTarget | ModelTarget, shared: Config | None, overrides: Sequence[Override], *, trust: bool = False
 ) -> OpenedModel:
-    """Load a target; `shared` is for models without settings; checkpoints take `overrides` of model and train."""
+    """Load a target; `shared` is for models without settings, and checkpoints use `overrides` of model and train."""
     if isinstance(target, CheckpointTarget):
         own = [each for each in overrides if section_of(each) in ("model", "train")]
         check_packages(target.run / CONFIG_FILE, overrides, trust=trust)
         return _open_checkpoint(target, own, trust=trust)
-    assert shared is not None, "a plain model has no its own settings"
+    assert shared is not None, "a model without settings needs shared ones"
     settings = _plain_model(shared.model, target)
     config = shared.model_copy(update={"model": settings})
     try_model(settings)
@@ -301,7 +299,7 @@ def open_model(
 
 
 def _plain_model(model: Model, target: ModelTarget) -> Model:
-    """Settings of an existing model, with `model`'s way of encoding images so that targets are comparable."""
+    """Settings for an existing model; images are encoded as `model` sets it, so that targets are comparable."""
     return model.model_copy(
         update={
             "path": target.path,
@@ -315,7 +313,7 @@ def _plain_model(model: Model, target: ModelTarget) -> Model:
 
 
 def _without_first_adapter(config: Config) -> Config:
-    """The settings without the adapter that training started from: a checkpoint holds the one it became."""
+    """The settings without the adapter that training started from: the checkpoint holds the trained adapter."""
     lora = config.model.lora
     if lora is None or lora.adapter is None:
         return config
@@ -326,7 +324,7 @@ def _without_first_adapter(config: Config) -> Config:
 def open_checkpoint(
     target: CheckpointTarget, overrides: Sequence[Override] = (), *, trust: bool = False
 ) -> OpenedModel:
-    """Load a checkpoint; code that the settings name, to make a tiny model again, runs by `trust`."""
+    """Load a checkpoint; `trust` allows code that the settings name, to make a tiny model again."""
     check_packages(target.run / CONFIG_FILE, overrides, trust=trust)
     return _open_checkpoint(target, overrides, trust=trust)
 
@@ -337,8 +335,8 @@ def _open_checkpoint(target: CheckpointTarget, overrides: Sequence[Override], *,
         config = _without_first_adapter(load_config([file], overrides))
         if not config.train.backend.shares_network and not trust:
             raise ConfigError(
-                f"{target.name} is a checkpoint of train.backend=megatron, with a pickle among its files, which can "
-                "run code when it is read; add trust=True, if the run is your own"
+                f"{target.name} is a checkpoint of train.backend=megatron and contains a pickle, which can "
+                "run code when it is read; add trust=True if the run is your own"
             )
 
         def environment() -> Environment:
@@ -353,7 +351,7 @@ def _open_checkpoint(target: CheckpointTarget, overrides: Sequence[Override], *,
 
 
 def _load_trained(checkpoint: Path, config: Config, model: Model, vlm: PolicyNetwork) -> tuple[str, ...]:
-    """Restore the weights of a checkpoint of either backend in place; returns the names of what was left out."""
+    """Restore the weights of a checkpoint of either backend in place; returns the names of parts left out."""
     if config.train.backend.shares_network:
         return load_trained(checkpoint, vlm)
     saved = saved_by_megatron(config, model, vlm.banned_ids, checkpoint)

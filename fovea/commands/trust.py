@@ -1,7 +1,8 @@
-"""Settings that come with a folder: they say which rows and which model, and never which code runs on this machine.
+"""Settings that come with a folder: they choose rows and model, but never the code that runs on this machine.
 
-A run folder or an export may be a stranger's. Its settings are believed for what they describe; what they would run,
-send or open is refused, unless the user names it on the command line or trusts the folder for this one command.
+A run folder or an export may be a stranger's. Its settings may describe rows and model; but what would run code, send
+data or open private networks is refused, unless the user sets it on the command line or trusts the folder for this one
+command.
 """
 
 from __future__ import annotations
@@ -19,51 +20,51 @@ from fovea_gym.settings.rewards import FROM_PYTHON
 
 
 def check_packages(file: Path, overrides: Sequence[Override], *, trust: bool) -> None:
-    """ConfigError where a folder's `file` chooses a part of another package that the user does not name too.
+    """ConfigError if a folder's `file` chooses a component of another package that the user does not choose too.
 
-    To be called before `file` is loaded, which imports the package, also where an override chooses another part.
+    Call it before `file` is loaded: loading imports the package, even if an override chooses another component.
     """
     if trust:
         return
     named = {part for each in overrides for part in package_parts(read_override(each)[1])}
     for key, name in sorted(package_parts(read_recipe(file)) - named):
         raise ConfigError(
-            f"{file} runs the code of another package by {key}={name}, and what a folder says runs no code here; add "
-            f"trust=True, if the folder is your own, or set {key}={name} yourself"
+            f"{file} runs the code of another package by {key}={name}, but settings in a folder may not run code; add "
+            f"trust=True if the folder is your own, or set {key}={name} yourself"
         )
 
 
 def check_trust(
     config: Config, file: Path, overrides: Sequence[Override], *, trust: bool, trains: bool = False
 ) -> None:
-    """ConfigError where `config`, read from a folder's `file`, would use a power that the user did not name.
+    """ConfigError if `config`, read from a folder's `file`, would use a power that the user did not set.
 
-    These are to run code, to send rows or a key to a judge, and to reach private addresses; with `trains` those of
-    engine and backend, too. `overrides` are the user's own settings: what they set is the user's, whatever the file
-    says. Parts of other packages are for `check_packages` to refuse, before they are imported.
+    Powers are to run code, to send rows or a key to a judge, and to reach private addresses; with `trains`, also those
+    of engine and backend. A setting in `overrides` is the user's own, whatever the file says. `check_packages` refuses
+    components of other packages, before they are imported.
     """
     if trust:
         return
     for key, refused, instead in (*_powers(config), *(_training_powers(config) if trains else ())):
         if key not in keys_of(overrides):
             raise ConfigError(
-                f"{file} {refused}, and what a folder says runs no code, sends no row or key to a judge and opens no "
-                f"private network here; add trust=True, if the folder is your own, or set {instead}"
+                f"{file} {refused}, but settings in a folder may not run code, send rows or a key to a judge, or open "
+                f"private networks; add trust=True if the folder is your own, or set {instead}"
             )
 
 
 def wants_trust(config: Config) -> bool:
-    """True if a run of these settings is evaluated only by `--trust`: for what they name, or Megatron's pickle."""
+    """True if evaluating a run with these settings needs `--trust`, for code that they name or Megatron's pickle."""
     of_packages = package_parts(config.model_dump())
     return bool(of_packages) or isinstance(config.train.backend, MegatronBackend) or any(True for _ in _powers(config))
 
 
 def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
-    """The settings with such a power: the key that names it, what it does, and what to set instead."""
+    """The settings with such a power: key, effect, and what to set instead."""
     for key, rewards in config.rewards.items():
         for reward in rewards:
             if reward.startswith(FROM_PYTHON):
-                continue  # no code is named; whoever loads it says that it must be given again
+                continue  # no file is named; loading it raises an error that asks for the function again
             yield key, f"runs the code of {key}={reward}", f"{key}=null, or {key}=FILE.py:FUNCTION of yours"
     for key, environment in config.environments.items():
         if isinstance(environment, OwnEnvironment):
@@ -80,7 +81,7 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
-    """The settings with such a power only in training, as `_powers` gives them."""
+    """The settings that have such a power only in training, in the form of `_powers`."""
     for key, does, fix in config.rollout.engine.powers():
         yield f"rollout.engine.{key}", does, fix
     if isinstance(config.train.backend, MegatronBackend):

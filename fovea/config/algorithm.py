@@ -1,4 +1,4 @@
-"""The settings of the policy gradient; `fovea.config.algorithm` has what the names of papers stand for."""
+"""Settings of the policy-gradient algorithm, and the settings that the name of a published algorithm stands for."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class LossSettings(Member):
     """Settings of a policy loss."""
 
     couples_tokens: ClassVar[Coupling] = "always"
-    """When the loss of a token depends on the log-probs of other tokens. Where it does not, its gradient is made with
-    the logits, a chunk of a row at a time; where it does, logits are computed again in the backward pass. "off-policy":
-    not while the old log-probs are the present ones."""
+    """When the loss of a token depends on the log-probs of other tokens. If it does not, its gradient is computed with
+    the logits, one chunk of a row at a time; if it does, the backward pass computes the logits again. "off-policy":
+    only if the old log-probs differ from the current ones."""
 
 
 class RatioBounds(LossSettings):
@@ -53,7 +53,7 @@ class RatioBounds(LossSettings):
 
 
 class ClippedLoss(RatioBounds):
-    """PPO's ratio of each token, clipped."""
+    """PPO: the clipped ratio of each token."""
 
     name: Literal["clip"] = "clip"
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
@@ -61,9 +61,9 @@ class ClippedLoss(RatioBounds):
 
 
 class GspoLoss(LossSettings):
-    """GSPO: the ratio of whole completions, clipped; bounds two orders of magnitude below those of tokens."""
+    """GSPO: the clipped ratio of whole completions; its bounds are two orders of magnitude below those for tokens."""
 
-    # on-policy the ratio of a completion is 1, whatever its log-probs
+    # on-policy, the ratio of a completion is always 1
     couples_tokens = "off-policy"
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = RatioBounds.aliases
 
@@ -99,19 +99,19 @@ LossConfig: TypeAlias = Annotated[
 
 
 class Grpo(Section):
-    """Reward less the group's mean, over the group's standard deviation."""
+    """Reward minus the group's mean, divided by the group's standard deviation."""
 
     name: Literal["grpo"] = "grpo"
 
 
 class DrGrpo(Section):
-    """Reward less the group's mean."""
+    """Reward minus the group's mean."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
 
 
 class Rloo(Section):
-    """Reward less the mean of the other completions of the group."""
+    """Reward minus the mean of the other completions of the group."""
 
     name: Literal["rloo"] = "rloo"
 
@@ -123,7 +123,7 @@ class ReinforcePlusPlus(Section):
 
 
 class ReinforcePlusPlusBaseline(Section):
-    """Reward less the group's mean, whitened over the step."""
+    """Reward minus the group's mean, whitened over the step."""
 
     name: Literal["reinforce++_baseline"] = "reinforce++_baseline"
 
@@ -137,15 +137,15 @@ class Critic(Section):
     learning_rate: MayChange[LearningRate | None] = None
     """Peak learning rate of the value head or the separate model; default: 20 times train.learning_rate."""
     warmup_steps: NonNegativeInt = 0
-    """First steps, in which only the value function is trained."""
+    """Number of first steps in which only the value function is trained."""
     value_coef: Coefficient = 0.5
-    """Weight of the value loss in a trunk shared with the policy; AdamW cancels it in a separate one."""
+    """Weight of the value loss in a trunk shared with the policy; it has no effect on a separate model (AdamW)."""
     value_clip: PositiveFloat | None = 0.5
     """PPO value clipping: largest move of a value within a step before its loss is clipped; null: off."""
 
 
 class Gae(Section):
-    """Generalised advantage estimation, by a value function (PPO)."""
+    """Generalised advantage estimation, with a value function (PPO)."""
 
     name: Literal["gae"] = "gae"
     gamma: Fraction = 1.0
@@ -154,7 +154,7 @@ class Gae(Section):
     """GAE lambda: bias-variance trade-off (1 = Monte Carlo returns)."""
     turn_lambda: Fraction | None = None
     """Bi-level GAE (VAGEN): lambda of GAE over the turns of an episode, whose gamma is algorithm.turn_discount; gamma
-    and gae_lambda then hold within a turn. null: over the tokens of all turns alike."""
+    and gae_lambda then apply within a turn. null: one GAE over the tokens of all turns."""
     critic: Critic = Field(default_factory=Critic)
 
 
@@ -169,23 +169,24 @@ class KlInLoss(Section):
     name: Literal["loss"] = "loss"
     coef: Coefficient = 0.01
     """Weight of the KL divergence from the model that RL began with."""
-    # k1's gradient is 0 on average, so that in the loss it would hold nothing
+    # without k1, whose gradient is 0 on average: it would have no effect in the loss
     estimator: Literal["k2", "k3", "k3+"] = "k3"
-    """Estimator of the KL divergence from the log-probs of the sampled tokens (Schulman's k2, k3). k3+: the value of
-    k3 with the gradient of k2, which is that of the KL divergence on average; k3's is that of the reverse one."""
+    """Estimator of the KL divergence from the log-probs of the sampled tokens (Schulman's k2, k3). k3+: the value of k3
+    with the gradient of k2, which is on average that of the KL divergence; the gradient of k3 is that of the reverse KL
+    divergence."""
 
 
 class AdaptiveKl(Section):
-    """Adaptive KL controller (Ziegler et al., arXiv 1909.08593): moves kl.coef until the KL is on target."""
+    """Adaptive KL controller (Ziegler et al., arXiv 1909.08593): adjusts kl.coef to keep the KL on target."""
 
     target: PositiveFloat
     """Mean KL divergence per token, in nats."""
     horizon_samples: PositiveInt = 10_000
-    """Completions in which the coefficient can change by a fifth."""
+    """Number of completions over which the coefficient can change by a fifth."""
 
 
 class KlInReward(Section):
-    """KL penalty taken off the reward, token by token."""
+    """KL penalty subtracted from the reward, token by token."""
 
     name: Literal["reward"] = "reward"
     coef: Coefficient = 0.01
@@ -196,10 +197,10 @@ class KlInReward(Section):
 
 
 class DynamicSampling(Section):
-    """DAPO: draw until prompts_per_step groups have both better and worse answers (by accuracy), and train on those."""
+    """DAPO: sample until prompts_per_step groups have both better and worse answers (by accuracy); train on those."""
 
     max_gen_batches: Annotated[int, Field(ge=1, le=1000)] = 10
-    """Rollouts of one step at most; the step then trains on the groups it has."""
+    """Most rollouts in one step; the step then trains on the groups it has."""
 
 
 class Overlong(Section):
@@ -208,14 +209,14 @@ class Overlong(Section):
     buffer_frac: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of max_new_tokens, at its end, over which the penalty grows."""
     penalty_factor: CoefficientOrZero = 1.0
-    """Penalty of a completion of max_new_tokens."""
+    """Penalty for a completion of max_new_tokens."""
 
 
 DEFAULTS_OF: dict[str, Tree] = {
-    # DeepSeekMath, arXiv 2402.03300, with the token mean and without the KL term that most runs have left behind
+    # DeepSeekMath, arXiv 2402.03300, with the token mean and without the KL term that most runs have dropped
     "grpo": {},
-    # Liu et al., arXiv 2503.20783. No entropy bonus here and in rloo: beside advantages that are not divided by their
-    # deviation, one that suits grpo outweighs the reward
+    # Liu et al., arXiv 2503.20783. No entropy bonus here and in rloo: where advantages are not divided by their
+    # deviation, a bonus that suits grpo outweighs the reward
     "dr_grpo": {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm", "kl": None, "entropy_coef": 0.0},
     # Yu et al., arXiv 2503.14476: a buffer of 4,096 of 20,480 tokens
     "dapo": {
@@ -227,7 +228,7 @@ DEFAULTS_OF: dict[str, Tree] = {
     },
     # Zheng et al., arXiv 2507.18071, section 5.1
     "gspo": {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
-    # Ahmadian et al., arXiv 2402.14740: one action a completion, the KL in its reward
+    # Ahmadian et al., arXiv 2402.14740: a completion is one action, with the KL in its reward
     "rloo": {
         "advantage": "rloo",
         "aggregation": "seq-mean-token-sum",
@@ -241,8 +242,8 @@ DEFAULTS_OF: dict[str, Tree] = {
         "advantage": "reinforce++_baseline",
         "kl": {"name": "loss", "coef": 0.01, "estimator": "k2"},
     },
-    # Schulman et al., arXiv 1707.06347 and 1506.02438; the numbers are those of vlm-gym, but for the limit on the KL:
-    # four passes at a rate that was chosen for one wreck a policy without it (docs/log.md)
+    # Schulman et al., arXiv 1707.06347 and 1506.02438; the numbers are those of vlm-gym, except for the limit on the
+    # KL: without it, four passes at a rate that was chosen for one wreck a policy (docs/log.md)
     "ppo": {
         "advantage": {"name": "gae", "gamma": 0.99, "gae_lambda": 0.95},
         "loss": {"name": "clip", "clip_low": 0.2, "clip_high": 0.2},
@@ -251,7 +252,7 @@ DEFAULTS_OF: dict[str, Tree] = {
         "entropy_coef": 0.01,
     },
 }
-"""The settings of `algorithm` that a name sets, unless they stand beside it."""
+"""The settings of `algorithm` that a name stands for; settings that are given as well win."""
 AlgorithmName: TypeAlias = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++_baseline", "ppo"
 ]
@@ -264,93 +265,93 @@ class Algorithm(Section):
     bundles: ClassVar[Mapping[str, Tree]] = DEFAULTS_OF
 
     name: AlgorithmName = "grpo"
-    """Published algorithm whose settings are the defaults (docs/algorithms.md); each can be set beside it."""
+    """Published algorithm whose settings are the defaults (docs/algorithms.md); each of them can be changed."""
     advantage: AdvantageConfig = Field(default_factory=Grpo)
     loss: LossConfig = Field(default_factory=ClippedLoss)
     aggregation: Aggregation = "token-mean"
-    """Reduction of the token losses to one number, over the whole step whatever micro-batches it is cut into."""
+    """Reduction of the token losses to one number, over the whole step, regardless of its micro-batches."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """Old log-probs, to which the loss takes and clips its ratio: the trainer's before the update, or those that the
-    engine drew with, which bounds what older weights and the update change together. With rollout.max_staleness_steps
-    the default is engine, unless importance_sampling_fix=true."""
+    """Old log-probs of the ratio that the loss clips: the trainer's before the update, or those with which the engine
+    sampled, which bounds the change by older weights and by the update together. With rollout.max_staleness_steps the
+    default is engine, unless importance_sampling_fix=true."""
     importance_sampling_fix: bool = False
-    """Importance-sampling correction: weigh each token by the ratio of the trainer's probability to the engine's."""
+    """Importance-sampling correction: weight each token by the ratio of the trainer's probability to the engine's."""
     importance_sampling_clip: Annotated[float, Field(ge=1)] = 2.0
     """Largest importance weight; 1 or more, so that an exact engine's weights stay 1."""
     importance_sampling_level: Literal["token", "sequence", "sequence_mask"] = "token"
     """Unit of the importance weight. token: its own ratio; sequence: the product over the completion; sequence_mask:
-    that, and completions above the largest weight are left out."""
+    the same, but completions above the largest weight are left out."""
     kl: Annotated[KlInLoss | KlInReward, Field(discriminator="name")] | None = None
     """KL penalty to the model that RL began with (coef 0.01 is usual for VLMs); null: none, and no reference model."""
     augmentation: AugmentationTerm | None = None
-    """Term of the loss from a second, masked view of every picture; null: none."""
+    """Loss term from a second, masked view of every picture; null: none."""
     entropy_coef: CoefficientOrZero = 0.0
     """Weight of the entropy bonus, aggregated as the loss is."""
     max_groups_without_signal: NonNegativeInt = 0
-    """Groups of equal rewards that train along for the entropy bonus, lowest reward first (all of them with a KL
-    penalty, a value function or reinforce++, which act on them anyway)."""
+    """Number of groups with equal rewards that are trained on for the entropy bonus, lowest reward first (with a KL
+    penalty, a value function or reinforce++, all of them are trained on anyway)."""
     dynamic_sampling: DynamicSampling | None = None
     overlong: Overlong | None = None
     mask_truncated: bool = False
     """Overlong filtering (DAPO) and over-turn masking (Mini-o3): leave completions that were cut at
     rollout.max_new_tokens, and episodes that ended at a limit of turns or tokens, out of the loss; their rewards stay
-    in the baseline of their group. false: they train by their score."""
+    in the baseline of their group. false: train on them with their score."""
     turn_discount: Fraction = 1.0
-    """Discount factor per turn of rewards that are given by turn (docs/turns.md); 1: their sum."""
+    """Discount factor per turn of rewards that are given by turn (docs/turns.md); 1: add them up."""
     ppo_epochs: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Passes over the completions of a step."""
+    """Number of passes over the completions of a step."""
     minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     max_policy_kl: PositiveFloat | None = None
-    """Early stopping of the passes of a step, after its first optimizer step: largest KL divergence (k3, mean over
-    tokens) from the old log-probs; null: none."""
+    """Largest KL divergence (k3, mean over tokens) from the old log-probs: above it a step ends its passes early, but
+    not before its first optimizer step. null: no limit."""
 
     @classmethod
     def completed(cls, given: Tree) -> Tree:
-        """The settings as given, over the defaults of the paper that `name` names."""
+        """The given settings, over the defaults of the paper that `name` stands for."""
         paper = cls.bundles.get(str(given.get("name")), {})
         return super().completed(over(long_forms(cls, paper), long_forms(cls, given)))
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """True if turning rewards into advantages takes log-probs from before the update."""
+        """True if computing advantages from rewards needs log-probs from before the update."""
         return isinstance(self.kl, KlInReward) or isinstance(self.augmentation, Vppo)
 
     @property
     def corrects_for_engine(self) -> bool:
-        """True if the loss accounts for completions of other probabilities than the trainer's before the update."""
+        """True if the loss corrects for completions sampled with other probabilities than the trainer's."""
         return self.importance_sampling_fix or self.old_logprobs == "engine"
 
     @property
     def compares(self) -> bool:
-        """True if an episode trains only beside others of its prompt."""
+        """True if an episode can be trained on only in comparison with others of its prompt."""
         return self.dynamic_sampling is not None or not isinstance(self.advantage, Gae | ReinforcePlusPlus)
 
     @property
     def critic(self) -> Critic | None:
-        """The settings of the value function; None where the advantage needs none."""
+        """The settings of the value function; None if the advantage does not need one."""
         return self.advantage.critic if isinstance(self.advantage, Gae) else None
 
     def contradictions(self) -> Iterator[str]:
-        """Parts of an algorithm that cannot work together or that nothing reads, and what would."""
+        """Yield an error text for settings that cannot work together and for settings without effect."""
         advantage, defaults = self.advantage.name, type(self).model_fields
         of_tokens = advantage == "gae" or (advantage == "reinforce++" and isinstance(self.kl, KlInReward))
         if self.loss.name == "gspo" and of_tokens:
             where = "" if advantage == "gae" else " with a KL in the reward"
             yield (
-                f"algorithm.loss=gspo weighs whole completions, but advantage={advantage}{where} gives every "
+                f"algorithm.loss=gspo weights whole completions, but advantage={advantage}{where} gives every "
                 "token a separate advantage; set algorithm.loss=clip"
             )
         if self.importance_sampling_fix and self.old_logprobs == "engine":
             yield (
-                "algorithm.importance_sampling_fix=true weighs tokens by the old log-probs over the engine's, which "
-                "algorithm.old_logprobs=engine makes the same; leave either out"
+                "algorithm.importance_sampling_fix=true weights tokens by the old log-probs over the engine's, which "
+                "algorithm.old_logprobs=engine makes equal; leave one of the two out"
             )
         for key in () if self.importance_sampling_fix else ("importance_sampling_clip", "importance_sampling_level"):
             if getattr(self, key) != defaults[key].default:
                 yield (
-                    f"algorithm.{key}={getattr(self, key)} shapes weights that importance_sampling_fix=false leaves "
-                    f"out; set algorithm.importance_sampling_fix=true, or algorithm.{key}={defaults[key].default}"
+                    f"algorithm.{key}={getattr(self, key)} has no effect with importance_sampling_fix=false; "
+                    f"set algorithm.importance_sampling_fix=true, or algorithm.{key}={defaults[key].default}"
                 )
         if isinstance(self.advantage, Gae) and self.advantage.turn_lambda is None and self.turn_discount != 1:
             yield (
@@ -361,6 +362,6 @@ class Algorithm(Section):
         one_step = self.ppo_epochs * self.minibatches == 1
         if one_step and self.max_policy_kl not in (None, self.bundles[self.name].get("max_policy_kl")):
             yield (
-                f"algorithm.max_policy_kl={self.max_policy_kl} ends the passes of a step, of which there is one; set "
-                "algorithm.ppo_epochs or algorithm.minibatches, or algorithm.max_policy_kl=null"
+                f"algorithm.max_policy_kl={self.max_policy_kl} ends the passes of a step early, but there is only one; "
+                "raise algorithm.ppo_epochs or algorithm.minibatches, or set algorithm.max_policy_kl=null"
             )

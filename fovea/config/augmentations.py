@@ -12,24 +12,24 @@ Share: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 
 
 class NoisyPictures(Section):
-    """NoisyRollout: draw some completions of every group on noisy pictures; all train on the clean ones."""
+    """NoisyRollout: sample some completions of every group on noisy pictures; all are trained on the clean ones."""
 
     share: Share = 0.5
-    """Share of rollout.samples_per_prompt that is drawn on noisy pictures."""
+    """Share of rollout.samples_per_prompt that is sampled on noisy pictures."""
     noise_step: Annotated[int, Field(ge=0, lt=1000)] = 500
-    """Step, of 1000, of the diffusion process whose Gaussian noise is added; 500 leaves outlines."""
+    """Step (of 1000) of the diffusion process whose Gaussian noise is added; at 500, outlines remain."""
     decay_steepness: PositiveFloat | None = 30.0
-    """Noise falls as 1 - sigmoid(decay_steepness * (step - decay_mid_step) / max_steps) of noise_step; null: not."""
+    """noise_step is multiplied by 1 - sigmoid(decay_steepness * (step - decay_mid_step) / max_steps); null: never."""
     decay_mid_step: PositiveInt = 40
-    """Training step at which half of noise_step is left."""
+    """Training step at which noise_step has fallen to half."""
 
     def num_sampled(self, samples_per_prompt: int) -> int:
-        """Completions of a group that are drawn on noisy pictures."""
+        """Number of completions of a group that are sampled on noisy pictures."""
         return round(self.share * samples_per_prompt)
 
 
 class MaskedPictures(Section):
-    """A second copy of every picture, with random square patches black."""
+    """A second copy of every picture, with random black square patches."""
 
     mask_ratio: Fraction = 0.6
     """Probability with which a patch is black."""
@@ -44,9 +44,9 @@ class Papo(MaskedPictures):
 
     name: Literal["papo"] = "papo"
     coef: Coefficient = 0.01
-    """Weight of the KL divergence (k3), which is taken off the loss."""
+    """Weight of the KL divergence (k3), which is subtracted from the loss."""
     masked_entropy_penalty: CoefficientOrZero = 0.0
-    """Weight of the same mean as entropy_penalty, of log-probs on the masked picture."""
+    """As entropy_penalty, but for log-probs on the masked picture."""
 
 
 class Vppo(MaskedPictures):

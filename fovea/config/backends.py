@@ -23,7 +23,7 @@ from fovea_gym.settings.base import (
     Section,
 )
 
-if TYPE_CHECKING:  # settings are read without what they make
+if TYPE_CHECKING:  # settings are read without importing what they make
     from fovea.rollout.access import EngineAccess
     from fovea.rollout.base import Engine
     from fovea.train.update import PolicyAccess, TrainedPolicy
@@ -31,17 +31,17 @@ if TYPE_CHECKING:  # settings are read without what they make
     from fovea.weights.sync import NetworkEngine
 
 CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
-"""KV caches of vLLM and SGLang on a CPU where nothing is set: the trainer needs the machine's memory too."""
+"""Default KV caches of vLLM (GiB) and SGLang (tokens) on a CPU: the trainer needs the machine's memory too."""
 DEFAULT_BATCH_TOKENS = 65_536
-"""Tokens of the embedded engine's KV cache where nothing is set and no pool is sized by a GPU's free memory."""
+"""Default size of the embedded engine's KV cache if it does not depend on the free memory of a GPU."""
 VLLM_TEMPERATURES = (0.01, 2)
-"""Lowest and highest temperature of vLLM, which raises a lower one to the first."""
+"""Lowest and highest temperature of vLLM, which raises lower ones to the lowest."""
 VLLM_MAX_LORA_RANK = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUse:
-    """The settings of a run that its engine has to go with, under their own names."""
+    """The settings of a run that its engine must support."""
 
     temperature: float
     top_p: float
@@ -51,24 +51,24 @@ class EngineUse:
     max_prompt_tokens: int
     stop_after_answer: bool
     corrects_for_engine: bool
-    """True if the loss accounts for an engine that draws from other probabilities than the trainer's."""
+    """True if the loss corrects for an engine that samples with other probabilities than the trainer's."""
     lora: Lora | None
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest prompt with its completion."""
+        """Tokens of the longest prompt and completion together."""
         return self.max_prompt_tokens + self.max_new_tokens
 
 
 class EngineSettings(Member):
-    """Settings of a rollout engine, which make it."""
+    """Settings of a rollout engine, which also make the engine."""
 
     shares_weights: ClassVar[bool] = False
-    """True if the engine samples with a network of Fovea's in this process, and holds no weights itself."""
+    """True if the engine samples with the trainer's network in this process and holds no weights itself."""
     extra: ClassVar[str | None] = None
-    """Extra of Fovea's that the engine needs; the package below rollout/ has its name."""
+    """Extra of Fovea that the engine needs; its package below rollout/ has the same name."""
     forgets_weights: ClassVar[bool] = False
-    """True if an engine that is started again has lost what earlier weight syncs brought, so that each brings all."""
+    """True if a restarted engine has lost the weights of earlier syncs, so that each sync must send all of them."""
     has_one_leader: ClassVar[bool] = False
     """True if one worker leads all engines, which run elsewhere."""
 
@@ -82,12 +82,12 @@ class EngineSettings(Member):
 
     @property
     def takes_adapters(self) -> bool:
-        """True if a weight sync brings adapters beside the weights that they add to, instead of merged weights."""
+        """True if a weight sync sends adapters separately, instead of merged weights."""
         return False
 
     @property
     def interpreter(self) -> str | None:
-        """Interpreter of another Python environment for the engine; None for the trainer's."""
+        """Python interpreter of a separate environment for the engine; None for the trainer's environment."""
         return None
 
     @property
@@ -97,16 +97,16 @@ class EngineSettings(Member):
 
     @property
     def kept_gib(self) -> float:
-        """Memory for activations of the rollout that the update reuses."""
+        """Memory for rollout activations that the update reuses."""
         return 0.0
 
     @property
     def is_exact(self) -> bool:
-        """True if it decodes in this process with the very weights that are trained."""
+        """True if the engine decodes in this process with exactly the trained weights."""
         return False
 
     def powers(self) -> Iterator[tuple[str, str, str]]:
-        """Settings by which it sends data or runs code: key below rollout.engine, effect, and what to set instead."""
+        """Settings with which the engine sends data or runs code: key below rollout.engine, effect, and alternative."""
         yield from ()
 
 
@@ -117,15 +117,16 @@ class EmbeddedSettings(EngineSettings):
 
     name: Literal["embedded"] = "embedded"
     max_batch_tokens: MayChange[PositiveInt | None] = None
-    """Tokens of the KV cache: prompts once per group, and what running completions have drawn (on CPUs and for Qwen3.5:
-    may draw); the states of a completion of Qwen3.5 count as the tokens that take as much memory. Default: on a GPU
-    four fifths of the memory that is free when a rollout starts, or less, so that it can stay during updates; 65,536 on
-    CPUs and for Qwen3.5."""
+    """Tokens of the KV cache: prompts once per group, and the tokens that running completions have (on CPUs and for
+    Qwen3.5: may reach); the states of a Qwen3.5 completion count as the tokens that take as much memory. Default: on a
+    GPU four fifths of the memory that is free when a rollout starts, or less, so that it can stay during updates;
+    65,536 on CPUs and for Qwen3.5."""
     decode_weights: Literal["exact", "int8"] = "exact"
-    """Weights of decoding. int8 (CPU): faster, from slightly other probabilities; needs importance_sampling_fix."""
+    """Weights for decoding. int8 (CPU): faster, but with slightly different probabilities; needs
+    importance_sampling_fix."""
     reuse_gib: MayChange[NonNegativeFloat] = 2.0
-    """Memory for activations of the rollout that the update reuses; 0: none. Of a trained vision tower, and on a CPU of
-    the decoder too; with train.gradient_checkpointing=full of the tower only, with selective of neither."""
+    """Memory for rollout activations that the update reuses: those of a trained vision tower, and on a CPU those of the
+    decoder too; only the tower's with train.gradient_checkpointing=full, and none with selective. 0: none."""
 
     @property
     def takes_adapters(self) -> bool:
@@ -159,17 +160,18 @@ class EmbeddedSettings(EngineSettings):
     def complaints(self, use: EngineUse) -> Iterator[str]:
         if self.decode_weights == "int8" and not use.corrects_for_engine:
             yield (
-                "rollout.engine.decode_weights=int8 draws from other probabilities than those that are trained; set "
+                "rollout.engine.decode_weights=int8 samples with other probabilities than the trained ones; set "
                 "algorithm.importance_sampling_fix=true, or rollout.engine.decode_weights=exact"
             )
 
 
 class StreamedEngine(EngineSettings):
-    """Settings of an engine with its own copy of the weights, to which every update is sent."""
+    """Settings of an engine with its own copy of the weights, which is synced after every update."""
 
     python: MayChange[str | None] = None
-    """Interpreter of another Python environment, such as ENV/bin/python, in which the engine (vllm_servers: what talks
-    to the servers) gets a process: for a trainer whose packages conflict, as Megatron's do. Default: the trainer's."""
+    """Python interpreter of another environment, such as ENV/bin/python, in which the engine (vllm_servers: the client
+    of the servers) runs as a separate process. Use it if the trainer's packages conflict with the engine's, as
+    Megatron's do. Default: the trainer's environment."""
 
     @property
     def interpreter(self) -> str | None:
@@ -184,36 +186,36 @@ class StreamedEngine(EngineSettings):
 
 
 class ImageLimit(Section):
-    """Limits by kind of medium, as vLLM writes them."""
+    """Limits by kind of medium, in vLLM's form."""
 
     image: PositiveInt = 8
-    """Most images of a prompt, those of later turns included."""
+    """Most images in a prompt, including those of later turns."""
 
 
 class ServingEngine(StreamedEngine):
     """Settings common to vLLM and SGLang."""
 
     tensor_parallel_size: PositiveInt = 1
-    """GPUs that one engine is spread over."""
+    """Number of GPUs that one engine is split over."""
     gpu_memory_utilization: MayChange[Annotated[float, Field(gt=0, lt=1)]] = 0.5
-    """Share of a GPU for weights and KV cache of the engine; the trainer needs the rest."""
+    """Share of a GPU's memory for the engine's weights and KV cache; the trainer needs the rest."""
     max_model_len: PositiveInt | None = None
-    """Most tokens of prompt and completion. Default: max_prompt_tokens + max_new_tokens, at most the positions."""
+    """Most tokens of prompt and completion. Default: max_prompt_tokens + max_new_tokens, up to the model's limit."""
     max_num_seqs: MayChange[PositiveInt] = 256
-    """Most completions that decode at once."""
+    """Most completions that are decoded at once."""
     max_num_batched_tokens: MayChange[PositiveInt | None] = None
-    """Most tokens of one forward pass. Default: the engine's own."""
+    """Most tokens in one forward pass. Default: the engine's default."""
     enable_chunked_prefill: MayChange[bool] = True
-    """Prefill of long prompts in chunks, beside the decoding of others."""
+    """Prefill long prompts in chunks while other completions are decoded."""
     enforce_eager: MayChange[bool] = False
-    """Neither CUDA graphs nor compilation: a faster start, slower decoding."""
+    """Use neither CUDA graphs nor compilation: a faster start, but slower decoding."""
     limit_mm_per_prompt: ImageLimit = Field(default_factory=ImageLimit)
-    """Media of one prompt."""
+    """Limits on the media in one prompt."""
     min_new_tokens: NonNegativeInt = 0
-    """Shortest completion, in tokens; until then stop tokens are not drawn, which the trainer does not know of, so that
-    it needs algorithm.importance_sampling_fix."""
+    """Shortest completion, in tokens. Stop tokens are not sampled before that, which the trainer does not account for,
+    so algorithm.importance_sampling_fix is needed."""
     engine_args: MayChange[dict[str, Any]] = Field(default_factory=dict)
-    """Further arguments of the engine, under its own names."""
+    """Further arguments of the engine, under the engine's names for them."""
 
     def powers(self) -> Iterator[tuple[str, str, str]]:
         yield from super().powers()
@@ -224,12 +226,12 @@ class ServingEngine(StreamedEngine):
     def complaints(self, use: EngineUse) -> Iterator[str]:
         if self.min_new_tokens and not use.corrects_for_engine:
             yield (
-                f"rollout.engine.min_new_tokens={self.min_new_tokens} draws from other probabilities than those that "
-                "are trained; set algorithm.importance_sampling_fix=true, or rollout.engine.min_new_tokens=0"
+                f"rollout.engine.min_new_tokens={self.min_new_tokens} samples with other probabilities than the "
+                "trained ones; set algorithm.importance_sampling_fix=true, or rollout.engine.min_new_tokens=0"
             )
         if self.min_new_tokens and use.stop_after_answer:
             yield (
-                "rollout.stop_after_answer=true ends completions that rollout.engine.min_new_tokens makes go on; set "
+                "rollout.stop_after_answer=true ends completions that rollout.engine.min_new_tokens continues; set "
                 "rollout.engine.min_new_tokens=0"
             )
         if self.min_new_tokens > use.max_new_tokens:
@@ -246,18 +248,18 @@ class ServingEngine(StreamedEngine):
 
 
 class VllmSettings(ServingEngine):
-    """vLLM in the processes of the run, or with `python` beside them, on its own weights that every update is sent
-    to (extra: vllm)."""
+    """vLLM in the processes of the run, or in separate ones with `python`; its copy of the weights is synced after
+    every update (extra: vllm)."""
 
     extra = "vllm"
 
     name: Literal["vllm"] = "vllm"
     kv_cache_gib: MayChange[PositiveFloat | None] = None
-    """Memory of the KV cache. Default: what gpu_memory_utilization leaves beside the weights; 1 on CPUs."""
+    """Memory of the KV cache. Default: what gpu_memory_utilization leaves after the weights; 1 on CPUs."""
     enable_lora: bool = False
-    """With model.lora: base weights are sent once and only adapters after each update, which the engine applies
-    beside them, as the trainer does. Default: merged weights, all of them each time; decoding is then that of a model
-    without adapters."""
+    """With model.lora: sync the base weights once and only the adapters after each update; the engine applies them
+    separately, as the trainer does. Default: sync all weights after each update, merged, and decode without
+    adapters."""
 
     @property
     def takes_adapters(self) -> bool:
@@ -274,18 +276,18 @@ class VllmSettings(ServingEngine):
         yield from super().complaints(use)
         if self.enable_lora and use.lora is None:
             yield (
-                "rollout.engine.enable_lora=true syncs adapters, but the model is trained without; set model.lora, or "
+                "rollout.engine.enable_lora=true syncs adapters, but the model has none; set model.lora, or "
                 "rollout.engine.enable_lora=false"
             )
         elif self.enable_lora and use.lora is not None and use.lora.parts != ("language_model",):
             yield (
-                f"model.lora.parts={list(use.lora.parts)} with rollout.engine.enable_lora=true, and vLLM takes "
-                "adapters on the language model; set rollout.engine.enable_lora=false, and it gets merged weights"
+                f"model.lora.parts={list(use.lora.parts)} with rollout.engine.enable_lora=true, but vLLM supports "
+                "only adapters on the language model; set rollout.engine.enable_lora=false to sync merged weights"
             )
         elif self.enable_lora and use.lora is not None and use.lora.rank > VLLM_MAX_LORA_RANK:
             yield (
-                f"model.lora.rank={use.lora.rank} with rollout.engine.enable_lora=true, and vLLM takes adapters of up "
-                f"to {VLLM_MAX_LORA_RANK}; set rollout.engine.enable_lora=false, and it gets merged weights"
+                f"model.lora.rank={use.lora.rank} with rollout.engine.enable_lora=true, but vLLM supports ranks up "
+                f"to {VLLM_MAX_LORA_RANK}; set rollout.engine.enable_lora=false to sync merged weights"
             )
 
 
@@ -293,8 +295,8 @@ def _vllm_complaints(name: str, use: EngineUse) -> Iterator[str]:
     for key, value, off in (("top_p", use.top_p, 1), ("top_k", use.top_k, 0), ("min_p", use.min_p, 0)):
         if value != off:
             yield (
-                f"rollout.{key}={value} with rollout.engine={name}, whose log-probs are then of what it leaves, and "
-                f"not of what is trained; set rollout.{key}={off}, or rollout.engine=embedded"
+                f"rollout.{key}={value} with rollout.engine={name}, whose log-probs are then those of the truncated "
+                f"distribution, which is not the trained one; set rollout.{key}={off}, or rollout.engine=embedded"
             )
     lowest, highest = VLLM_TEMPERATURES
     if not lowest <= use.temperature <= highest:
@@ -305,7 +307,7 @@ def _vllm_complaints(name: str, use: EngineUse) -> Iterator[str]:
 
 
 class SglangSettings(ServingEngine):
-    """SGLang in its own processes, on its own weights that every update is sent to (extra: sglang)."""
+    """SGLang in separate processes; its copy of the weights is synced after every update (extra: sglang)."""
 
     extra = "sglang"
 
@@ -315,7 +317,7 @@ class SglangSettings(ServingEngine):
     start_seconds: MayChange[Seconds] = 1800.0
     """Longest time for SGLang to start and to load the model."""
     timeout_seconds: MayChange[Seconds] = 1800.0
-    """Longest time without an answer while SGLang has something to do; it is ended then, and counts as lost."""
+    """Longest time without an answer while SGLang has work; after that it is killed and counts as lost."""
 
     def make(self, access: EngineAccess) -> SyncedEngine:
         from fovea.rollout.sglang.arguments import make_engine
@@ -326,7 +328,7 @@ class SglangSettings(ServingEngine):
     def complaints(self, use: EngineUse) -> Iterator[str]:
         if use.min_p:
             yield (
-                f"rollout.min_p={use.min_p} with rollout.engine=sglang, which cannot draw by seed with it; set "
+                f"rollout.min_p={use.min_p} with rollout.engine=sglang, which cannot sample by seed with min_p; set "
                 "rollout.min_p=0, or rollout.engine=embedded"
             )
         yield from super().complaints(use)
@@ -336,7 +338,7 @@ ServerUrl: TypeAlias = Annotated[HttpUrl, Field(examples=["http://HOST:PORT"]), 
 
 
 class VllmServersSettings(StreamedEngine):
-    """vLLM servers of `fovea serve --for-training`, on any machine; a folder brings them the weights (extra: vllm)."""
+    """vLLM servers of `fovea serve --for-training`, on any machine; they read weights from a folder (extra: vllm)."""
 
     extra = "vllm"
     forgets_weights = True
@@ -344,19 +346,19 @@ class VllmServersSettings(StreamedEngine):
 
     name: Literal["vllm_servers"] = "vllm_servers"
     servers: MayChange[tuple[ServerUrl, ...]] = Field(min_length=1)
-    """Their addresses: http://HOST:PORT."""
+    """Addresses of the servers: http://HOST:PORT."""
     weights_dir: MayChange[str]
-    """Folder that trainer and servers share: room for the weights twice, and the servers' key, for this user only."""
+    """Folder that trainer and servers share, private to this user: it holds the weights up to twice, and a key."""
     timeout_seconds: MayChange[Seconds] = 1800.0
-    """Time limit of one call, after which it is made of another server."""
+    """Time limit of one call, after which another server is called."""
     restart_seconds: MayChange[Seconds] = 900.0
-    """Longest time for which no server may answer; one that is started again gets the present weights."""
+    """Longest time without an answer from any server; a restarted server gets the current weights."""
     limit_mm_per_prompt: ImageLimit = Field(default_factory=ImageLimit)
-    """Media of one prompt."""
+    """Limits on the media in one prompt."""
 
     @property
     def lets_segments_grow(self) -> bool:
-        # in this process, which syncs by files
+        # the client then runs in this process and syncs weights by files
         return self.python is None
 
     def make(self, access: EngineAccess) -> SyncedEngine:
@@ -374,7 +376,7 @@ class VllmServersSettings(StreamedEngine):
         yield from _vllm_complaints(self.name, use)
         twice = next((each for each in self.servers if self.servers.count(each) > 1), None)
         if twice is not None:
-            yield f"rollout.engine.servers names {twice} twice, which is not a second server; leave one out"
+            yield f"rollout.engine.servers lists {twice} twice; remove one of them"
 
 
 EngineConfig: TypeAlias = Annotated[
@@ -384,29 +386,29 @@ EngineConfig: TypeAlias = Annotated[
 
 
 class TorchBackend(Section):
-    """PyTorch on transformers' modules, with Fovea's packed shared-prefix forward."""
+    """PyTorch with transformers' modules and Fovea's packed shared-prefix forward."""
 
     shares_network: ClassVar[bool] = True
-    """True if the trained network is one that an engine which shares weights can sample with."""
+    """True if an engine that shares weights can sample with the trained network."""
 
     name: Literal["torch"] = "torch"
     logits_mib: MayChange[PositiveFloat] = 512.0
-    """Memory for logits that exist at once; longer rows compute them in chunks, and where one importance ratio is of a
-    whole completion (gspo off-policy, weights by completion on-policy) again in the backward pass."""
+    """Memory for the logits that exist at once; longer rows compute them in chunks. The backward pass computes them
+    again if an importance ratio covers a whole completion (gspo off-policy, sequence weights on-policy)."""
     liger_kernels: MayChange[bool | Literal["auto"]] = "auto"
-    """Liger's kernels for RMS norm, SwiGLU and rotary positions, on CUDA (extra: liger). auto: where installed."""
+    """Liger's kernels for RMS norm, SwiGLU and rotary positions, on CUDA (extra: liger). auto: if installed."""
     replicas: MayChange[PositiveInt] = 1
-    """Groups of ranks that hold all weights each, sharded inside the group (hybrid sharding): with as many as there are
-    machines, weights are gathered inside a machine, and only summed gradients cross the network."""
+    """Number of groups of ranks that each hold all weights, sharded within the group (hybrid sharding). With one group
+    per machine, weights are gathered within a machine, and only summed gradients cross the network."""
     cpu_offload: MayChange[bool] = False
-    """Keep the float32 weights and the optimizer's states in the host's memory; with several ranks the weights that
-    passes gather come from there too. CUDA only; slower by the transfers, which every step makes."""
+    """Keep the float32 weights and the optimizer's states in host memory; with several ranks, passes also gather their
+    weights from there. CUDA only; the transfers make every step slower."""
 
     def make(self, access: PolicyAccess) -> TrainedPolicy:
         """Make the policy."""
         from fovea.train.torch.policy import make_policy
 
-        assert access.network is not None, "it trains a network in place"
+        assert access.network is not None, "the torch backend trains a network in place"
         return make_policy(access.config, access.network, access.tape, access.ranks)
 
 
@@ -417,26 +419,26 @@ class MegatronBackend(Section):
 
     name: Literal["megatron"] = "megatron"
     tensor_parallel_size: PositiveInt = 1
-    """GPUs that each layer is split over; at most those of one machine."""
+    """Number of GPUs that each layer is split over; at most those of one machine."""
     sequence_parallel: bool = False
-    """Divide tokens between those GPUs where a layer is not split (norms, residual stream): fewer activations."""
+    """Also divide tokens among those GPUs where layers are not split (norms, residual stream), to save memory."""
     pipeline_parallel_size: PositiveInt = 1
-    """Stages that the layers are divided into, each on separate GPUs."""
+    """Number of stages that the layers are divided into, each on separate GPUs."""
     expert_parallel_size: PositiveInt = 1
-    """GPUs that the experts of a layer are dealt to, whole; their tokens travel to them and back."""
+    """Number of GPUs that the experts of a layer are divided among; tokens are sent to their experts and back."""
     optimizer_offload: MayChange[bool] = False
-    """Keep the optimizer's float32 weights and moments in the host's memory between its steps, which then copy them."""
+    """Keep the optimizer's float32 weights and moments in host memory between steps, each of which copies them."""
     logits_mib: MayChange[PositiveFloat] = 512.0
-    """Memory for logits that exist at once; longer rows compute them in chunks, and where one importance ratio is of a
-    whole completion (gspo off-policy, weights by completion on-policy) again in the backward pass."""
+    """Memory for the logits that exist at once; longer rows compute them in chunks. The backward pass computes them
+    again if an importance ratio covers a whole completion (gspo off-policy, sequence weights on-policy)."""
 
-    # settings of the other backend
+    # settings that only the torch backend has
     replicas: ClassVar[int] = 1
     cpu_offload: ClassVar[bool] = False
     liger_kernels: ClassVar[bool] = False
 
     def make(self, access: PolicyAccess) -> TrainedPolicy:
-        """Make this process's part of the policy, which all processes that train do together."""
+        """Make this process's part of the policy; all training processes must call it together."""
         # an optional extra; the module reports its absence
         from fovea.train.megatron.policy import MegatronPolicy
 

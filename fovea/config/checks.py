@@ -1,6 +1,6 @@
-"""The rules between sections of the settings, each an error text with what to change.
+"""Rules across sections of the settings; each yields an error text that says what to change.
 
-A rule about one section only stands in that section, and what an engine cannot work with in the engine's section.
+A rule within one section belongs to that section, and settings that an engine cannot work with to the engine's section.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ def disagreements(config: Config) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.rollout
     if config.checkpoint.keep_best and not config.evaluate.every_steps:
         yield (
-            "checkpoint.keep_best=true keeps the checkpoint of the best dev reading, but evaluate.every_steps=0 takes "
-            "none; set evaluate.every_steps"
+            "checkpoint.keep_best=true keeps the checkpoint with the best dev accuracy, but evaluate.every_steps=0 "
+            "never evaluates; set evaluate.every_steps"
         )
     placement = config.cluster.placement
     if rollout.max_staleness_steps and placement != "disaggregated":
         yield (
-            f"rollout.max_staleness_steps={rollout.max_staleness_steps} draws during updates, but with "
-            f"cluster.placement={placement} a GPU does one or the other; set cluster.placement=disaggregated and "
+            f"rollout.max_staleness_steps={rollout.max_staleness_steps} samples during updates, but with "
+            f"cluster.placement={placement} a GPU cannot do both at once; set cluster.placement=disaggregated and "
             "cluster.rollout_gpus, or rollout.max_staleness_steps=0"
         )
     if rollout.max_staleness_steps and not algorithm.corrects_for_engine:
         yield (
             f"rollout.max_staleness_steps={rollout.max_staleness_steps} trains on completions of older weights, which "
-            "algorithm.old_logprobs=trainer takes for those of the newest; leave it out, or set it to engine, or set "
+            "algorithm.old_logprobs=trainer treats as those of the newest; leave it out, set it to engine, or set "
             "algorithm.importance_sampling_fix=true"
         )
     if algorithm.minibatches > rollout.prompts_per_step:
@@ -79,14 +79,14 @@ def _augmentation(config: Config) -> Iterator[str]:
     for key in (key for key, value in given.items() if value is not None and rollout.max_staleness_steps):
         yield (
             f"{key} compares log-probs of one policy, but rollout.max_staleness_steps={rollout.max_staleness_steps} "
-            f"draws with older weights; set rollout.max_staleness_steps=0, or {key}=null"
+            f"samples with older weights; set rollout.max_staleness_steps=0, or {key}=null"
         )
     if rollout.augmentation is None:
         return
     if algorithm.corrects_for_engine:
         yield (
-            "rollout.augmentation samples completions on noisy pictures, where the engine's log-probs differ from those on "
-            "the clean ones: importance_sampling_fix and old_logprobs=engine compare the two; leave both out, or set "
+            "rollout.augmentation samples completions on noisy pictures, where the engine's log-probs differ from those "
+            "on the clean ones: importance_sampling_fix and old_logprobs=engine compare the two; leave both out, or set "
             "rollout.augmentation=null"
         )
     if not 0 < rollout.augmentation.num_sampled(rollout.samples_per_prompt) < rollout.samples_per_prompt:
@@ -133,7 +133,7 @@ def _without_dev(config: Config) -> Iterator[str]:
     for key, environment in config.environments.items():
         if isinstance(environment, SplitFiles) and not environment.has_dev:
             yield (
-                f"{key}.dev_share=0 leaves no dev rows, but {reader} reads them; set {key}.dev_files, or a share such "
+                f"{key}.dev_share=0 leaves no dev rows, but {reader} needs them; set {key}.dev_files, or a share such "
                 f"as {key}.dev_share=0.05"
             )
 
@@ -144,7 +144,7 @@ def _weights_in_epochs(config: Config) -> Iterator[str]:
     once = "data.shuffle=false" if config.max_epochs is None else f"max_epochs={config.max_epochs}"
     if isinstance(config.environment, MixtureEnvironment):
         yield (
-            f"{once} takes every row once an epoch, but environment.name=mixture draws its parts by their shares; "
+            f"{once} uses every row once per epoch, but environment.name=mixture samples parts by their shares; "
             f"leave {once.partition('=')[0]} out"
         )
     weights = {
@@ -152,16 +152,16 @@ def _weights_in_epochs(config: Config) -> Iterator[str]:
         "curriculum.level_weights": config.curriculum.level_weights,
     }
     for setting in (name for name, given in weights.items() if given):
-        yield f"{once} takes every row once an epoch, but {setting} draws some more often than others; drop either"
+        yield f"{once} uses every row once per epoch, but {setting} samples some more often; drop one of the two"
 
 
 def _rewards_without_rows(config: Config) -> Iterator[str]:
-    """Rewards of parts that the run's own reward replaces, and rows that nobody grades."""
+    """Rewards of parts that the run's own reward replaces, and rows without a grader."""
     of_parts = [key for key in config.rewards if key != "reward"]
     if config.reward is not None and of_parts:
         yield (
-            f"reward={config.reward} scores the rows of all parts, so that {of_parts[0]} would never be asked; drop "
-            "either"
+            f"reward={config.reward} scores the rows of all parts, so that {of_parts[0]} would never be called; "
+            "drop one of the two"
         )
     for key, environment in config.environments.items():
         reward = f"{key.removesuffix('environment')}reward"
@@ -175,7 +175,7 @@ def _rewards_without_rows(config: Config) -> Iterator[str]:
 def _models_that_grade(config: Config) -> Iterator[str]:
     shares = config.model_reward or {}
     if config.model_reward is not None and not 0 < sum(shares.values()) <= 1:
-        yield f"model_reward={shares} has shares of one reward; write {{judge: 0.5}}, or null, with a sum of at most 1"
+        yield f"model_reward={shares} must be shares with a sum of at most 1; write {{judge: 0.5}}, or null"
     captions = {key: each for key, each in config.environments.items() if isinstance(each, CaptionEnvironment)}
     models: dict[GradingModel, Section | None] = {"judge": config.judge, "reward_model": config.reward_model}
     for name, model in models.items():
@@ -183,9 +183,9 @@ def _models_that_grade(config: Config) -> Iterator[str]:
         asking += ["model_reward"] if name in shares else []
         asking += ["second_opinion"] if name == "judge" and config.second_opinion else []
         if asking and model is None:
-            yield f"{asking[0]} asks the model of `{name}`, which is not set; set {name}, or leave {asking[0]} out"
+            yield f"{asking[0]} uses the model of `{name}`, which is not set; set {name}, or leave {asking[0]} out"
         if model is not None and not asking:
-            yield f"{name} is set, and nothing asks it; set model_reward={{{name}: 0.5}}, or {name}=null"
+            yield f"{name} is set, but nothing uses it; set model_reward={{{name}: 0.5}}, or {name}=null"
 
 
 def _second_opinion(config: Config) -> Iterator[str]:
@@ -193,30 +193,30 @@ def _second_opinion(config: Config) -> Iterator[str]:
         return
     if isinstance(config.environment, MixtureEnvironment):
         yield (
-            "second_opinion overrules the rule of one environment, vqa or geo3k, and environment.name=mixture has "
+            "second_opinion overrules the rule of one environment, vqa or geo3k, but environment.name=mixture has "
             "several; set second_opinion=null, or use model_reward"
         )
     elif not isinstance(config.environment, VqaEnvironment | Geo3kEnvironment) or config.reward is not None:
         yield (
-            "second_opinion overrules the rule of environment.name=vqa or geo3k, and this run has none of these "
-            "graders; set second_opinion=null, or use model_reward"
+            "second_opinion overrules the rule of environment.name=vqa or geo3k, but this run uses neither "
+            "rule; set second_opinion=null, or use model_reward"
         )
 
 
 def _too_short(config: Config) -> Iterator[str]:
-    """Spans of steps or completions that leave no room for what they pace."""
+    """Numbers of steps or completions that are too small or too large for this run."""
     rollout, kl, critic = config.rollout, config.algorithm.kl, config.algorithm.critic
     samples_per_step = rollout.prompts_per_step * rollout.samples_per_prompt
     controller = kl.controller if isinstance(kl, KlInReward) else None
     if controller is not None and controller.horizon_samples <= samples_per_step:
         yield (
             f"algorithm.kl.controller.horizon_samples={controller.horizon_samples} is no more than the "
-            f"{samples_per_step} completions of one step, in which the coefficient would jump; set it to many steps' "
-            "worth"
+            f"{samples_per_step} completions of one step, so that the coefficient would jump; set it to those "
+            "of many steps"
         )
     if critic is not None and critic.warmup_steps >= config.max_steps:
         yield (
-            f"algorithm.advantage.critic.warmup_steps={critic.warmup_steps} leaves the policy none of max_steps="
+            f"algorithm.advantage.critic.warmup_steps={critic.warmup_steps} leaves the policy no step of max_steps="
             f"{config.max_steps}; lower it, or raise max_steps"
         )
 
@@ -237,23 +237,23 @@ def _megatron(config: Config) -> Iterator[str]:
             f"divided too; set the rank to a multiple of {tensor}"
         )
     refused = {
-        "model.lora.dropout": lora is not None and lora.dropout > 0 and "it has one draw for each copy of a prompt",
+        "model.lora.dropout": lora is not None and lora.dropout > 0 and "copies of a prompt would get separate masks",
         "model.lora.parts": lora is not None
         and lora.parts != ("language_model",)
-        and "its adapters are on the language model",
+        and "it supports adapters only on the language model",
         "algorithm.advantage.critic.trunk=separate": algorithm.critic is not None
         and algorithm.critic.trunk == "separate"
-        and "its value function is a head on the policy's states",
+        and "it supports only a value head on the policy's states",
         f"cluster.placement={placement}": placement != "collocated"
-        and "its process groups are those of all processes, of which some would not train",
+        and "its process groups include all processes, but some of them would not train",
         "train.gradient_checkpointing=selective": train.gradient_checkpointing == "selective"
-        and "it computes whole layers again (full) or none",
+        and "it recomputes whole layers (full) or none",
         "train.vision_tower_learning_rate": train.vision_tower_learning_rate is not None and _ONE_RATE,
         "train.projector_learning_rate": train.projector_learning_rate is not None and _ONE_RATE,
     }
     for setting, reason in refused.items():
         if reason:
-            yield f"{setting} with train.backend=megatron: {reason}; change either, or set train.backend=torch"
+            yield f"{setting} with train.backend=megatron: {reason}; change that setting, or set train.backend=torch"
 
 
 def _reward_list(config: Config) -> Iterator[str]:
@@ -265,7 +265,7 @@ def _reward_list(config: Config) -> Iterator[str]:
     if weights is not None and (isinstance(reward, str) or len(weights) != len(specs)):
         given = f"reward={reward} is one function" if isinstance(reward, str) else f"reward has {len(specs)} functions"
         yield (
-            f"reward_weights={list(weights)} has a number for each function of a list, but {given}; give as many, or "
+            f"reward_weights={list(weights)} needs one number per function of a list, but {given}; give as many, or "
             "leave reward_weights out"
         )
     if reward is None or isinstance(reward, str):
@@ -279,8 +279,8 @@ def _reward_list(config: Config) -> Iterator[str]:
     for name in dict.fromkeys(names):
         if names.count(name) > 1 or not name.isidentifier():
             yield (
-                f"reward={list(reward)} lists functions that are logged as reward/NAME, and {name} names "
-                f"{names.count(name)} of them; write each as a def with a name that no other has"
+                f"reward={list(reward)} lists functions that are logged as reward/NAME, but {name} names "
+                f"{names.count(name)} of them; write each as a def with a unique name"
             )
 
 
@@ -289,7 +289,7 @@ def _rewards_in_processes(config: Config) -> Iterator[str]:
         return
     if not config.rewards:
         yield (
-            "reward_in=process is about reward functions in files, and none is set; set reward=path/to/file.py:name, "
+            "reward_in=process runs reward functions from files, but none is set; set reward=path/to/file.py:name, "
             "or leave reward_in out"
         )
     for key, specs in config.rewards.items():

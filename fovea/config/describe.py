@@ -1,4 +1,4 @@
-"""The settings for people, and what to say of a key that is none: where it is now, or which one may be meant."""
+"""The settings as text for people, and error texts for unknown keys with the key that may be meant."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from fovea_gym.utils.entry_points import state
 
 
 def describe(prefix: str = "") -> list[Setting]:
-    """Every key at or below `prefix`, or of a choice such as `environment=geo3k` only; ConfigError where none is."""
+    """Every setting at or below `prefix`, or of a choice such as `environment=geo3k`; ConfigError if there is none."""
     key, name = _choice(prefix)
     if "=" in prefix and (field := _union_at(key)) is not None:
-        # imports the section of another package, which is among the settings from now on
+        # this imports a section of another package, which is then among the settings
         if variant_of(field, name) is None:
             raise ConfigError(unknown_name(key, field, name))
         return [setting for setting, variants in settings().items() if f"{key}.{NAME}={name}" in variants]
@@ -51,7 +51,7 @@ def describe(prefix: str = "") -> list[Setting]:
 
 
 def is_choice(word: str) -> bool:
-    """True for `environment=geo3k` or `environment.name=geo3k`, whatever the name."""
+    """True for a choice such as `environment=geo3k` or `environment.name=geo3k`, with any name."""
     return "=" in word and _union_at(_choice(word)[0]) is not None
 
 
@@ -61,7 +61,7 @@ def _choice(word: str) -> tuple[str, str]:
 
 
 def _union_at(key: str) -> FieldInfo | None:
-    """The union at a dotted key, where each union on the way has its default; None where there is none."""
+    """The union at a dotted key, if every union on the way has its default; None if there is no union."""
     sections: Sequence[type[Section]] = (Config,)
     field = None
     for name in key.split("."):
@@ -71,21 +71,21 @@ def _union_at(key: str) -> FieldInfo | None:
 
 
 def unknown_name(key: str, field: FieldInfo, name: object) -> str:
-    """The complaint about a name that chooses no section of the union at `key`."""
-    allowed = one_of(names_of(field)) or "the name of an installed package's part, and none has one"
+    """Error text for a name that chooses no section of the union at `key`."""
+    allowed = one_of(names_of(field)) or "names that installed packages register (there are none)"
     meant = file_meant(str(name)) if "own" in names_of(field) else None
     fix = f"; for your class in that file write {meant}" if meant else ""
     return f"{key}.{NAME}: {show(name)} does not fit; allowed: {allowed}{fix}"
 
 
 def hint_elsewhere(key: str, *ways: Literal["key", "section", "first name", "last name"]) -> str | None:
-    """The counterpart of another system's key by the first of these ways; None without one, and without the tools."""
+    """The counterpart of another system's key by the first of these ways that finds one; None without fovea-tools."""
     hint = find_tool("fovea.hints", "elsewhere")
     return None if hint is None else hint(key, ways)
 
 
 def unknown_key(key: str, choices: Collection[str] = ()) -> str:
-    """The complaint about an unknown key, with a near one, but of no member of a union beside the `choices`."""
+    """Error text for an unknown key, with similar keys, except those of union members that `choices` excludes."""
     part, inner = listed(key)
     if part:
         return f"{part}: {unknown_key(inner, _within(part, choices))}"
@@ -106,18 +106,18 @@ def unknown_key(key: str, choices: Collection[str] = ()) -> str:
 
 
 def _within(part: str, choices: Collection[str]) -> set[str]:
-    """The choices of a part of a mixture, by the keys of the table."""
+    """The choices within a part of a mixture, under the keys of the settings table."""
     return {choice.removeprefix(f"{part}.") for choice in choices if choice.startswith(part)}
 
 
 def _is_of_another_choice(variants: Collection[str], choices: Collection[str]) -> bool:
-    """True if the members of a union that have a setting are not chosen, and another one is."""
+    """True if a setting belongs to members of a union that are not chosen, while another member is."""
     chosen = {choice.partition("=")[0] for choice in choices}
     return any(each.partition("=")[0] in chosen for each in variants) and not any(each in choices for each in variants)
 
 
 def _with_near_keys(key: str, known: Sequence[str]) -> str:
-    """The complaint about a key, with those that share its last name, or else with the one that is most like it."""
+    """Error text for a key, with the keys that share its last name, or else with the most similar key."""
     name = _last(key)
     near = sorted((other for other in known if _last(other) == name), key=lambda other: -_ratio(key, other))
     if not near and (hint := hint_elsewhere(key, "last name")):
@@ -140,7 +140,7 @@ def _ratio(one: str, other: str) -> float:
 
 
 def full_key(key: str, value: object) -> str:
-    """The key with the only one below it and so on: what the user of `a.b=value` wrote."""
+    """Join a key with its only key below, and so on: the dotted key in the user's `a.b=value`."""
     while isinstance(value, dict) and len(value) == 1:
         (below, value), *_ = value.items()
         key = f"{key}.{below}"
@@ -148,27 +148,27 @@ def full_key(key: str, value: object) -> str:
 
 
 ANY_PART = "PART"
-"""Stands for the name of a part of a mixture in the table."""
+"""Placeholder for the name of a mixture's part in the settings table."""
 _IN_A_PART = re.compile(r"(environment\.parts\.[^.]+)\.(environment\b.*)")
 _SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 _OF_A_PART = re.compile(r"environment\.parts\.[^.]+")
 
 
 class Setting(NamedTuple):
-    """One key of the tree, for people."""
+    """One setting as text for people."""
 
     key: str
     type: str
     default: str
     doc: str
     may_change: bool
-    """True if a resumed run may have another value than it began with."""
+    """True if a resumed run may change the value."""
 
 
 def listed(key: str) -> tuple[str, str]:
-    """The part of a mixture that a key is in, "" for none, and the key by which the table has it.
+    """The part of a mixture that a key is in ("" for none), and the key under which the settings table lists it.
 
-    The environment of a part has the settings of any run's, which the table has once.
+    The environment of a part has the same settings as that of a run, so the table lists them once.
     """
     if found := _IN_A_PART.fullmatch(key):
         return found[1], found[2]
@@ -176,7 +176,7 @@ def listed(key: str) -> tuple[str, str]:
 
 
 def allowed_at(key: str, choices: Collection[str]) -> str:
-    """The type of a setting, of a section, or of an entry of a mapping, where these members of unions are chosen."""
+    """The type, as text, of a setting, a section or an entry of a mapping, given the chosen members of unions."""
     part, key = listed(key)
     choices = _within(part, choices)
     fitting = [
@@ -190,7 +190,7 @@ def allowed_at(key: str, choices: Collection[str]) -> str:
 
 
 def has_setting(choice: str, key: str) -> bool:
-    """True if a member of a union, written as its choice (`environment.name=geo3k`), has a setting of this key."""
+    """True if a member of a union, written as its choice (`environment.name=geo3k`), has a setting with this key."""
     (part, inner), key = listed(choice), listed(key)[1]
     return any(
         setting.key == key and (not variants or (inner if part else choice) in variants)
@@ -199,9 +199,9 @@ def has_setting(choice: str, key: str) -> bool:
 
 
 def settings() -> dict[Setting, list[str]]:
-    """Every setting, with the members of a union that have it where not all do: some share a setting.
+    """Every setting, with the members of a union that have it unless all of them do.
 
-    The members of other packages are among them once they have been imported.
+    Members from other packages are included once they have been imported.
     """
     return _settings(state())
 
@@ -246,7 +246,7 @@ def _walk(
 
 
 def _doc(section: Tree, node: Tree, inside: Sequence[Tree]) -> str:
-    """The description of a node, of a union with its sections; else that of its only section, or the enclosing one."""
+    """The description of a node, for a union with its members'; or else that of its section or the enclosing one."""
     if DISCRIMINATOR_KEY not in node:
         return node.get("description") or _first_sentence(inside[0] if inside else section)
     docs = {each["properties"][NAME]["const"]: _first_sentence(each) for each in inside}
@@ -260,7 +260,7 @@ def _first_sentence(section: Tree) -> str:
 
 
 def joined(variants: list[str]) -> str:
-    """`environment.name=geo3k | vqa`."""
+    """Join choices of one union, as in `environment.name=geo3k | vqa`."""
     return f"{variants[0].partition('=')[0]}={one_of(variant.partition('=')[2] for variant in variants)}"
 
 

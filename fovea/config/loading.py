@@ -1,14 +1,14 @@
-"""Settings in and out: recipes and `key=value` overrides become a `Config`, a `Config` becomes YAML.
+"""Loading and writing of settings: recipes and `key=value` overrides become a `Config`, a `Config` becomes YAML.
 
 A layer is one recipe or one override; later layers win:
 
 * Mappings merge key by key, anything else replaces. `null` clears what earlier layers had there, so
-  `model.lora=null model.lora.rank=8` starts the section over and only `model.lora.rank=8` fills it up.
+  `model.lora=null model.lora.rank=8` starts the section over, and only the rank is set in it.
 * A layer that chooses another member of a union (`environment.name=geo3k`, or `algorithm.loss=sapo` for short) drops
   what earlier layers set in that section. A layer that chooses another `algorithm.name` drops what earlier layers set
-  of the parts that the old name or the new one stands for. Among overrides these choices come first, wherever they are
-  written, so that an override is never dropped.
-* Values are YAML, read strictly: `"8"` in quotes is text and no number.
+  for the parts that the old or the new name stands for. Among overrides these choices are applied first, wherever they
+  are written, so that an override is never dropped.
+* Values are YAML, read strictly: `"8"` in quotes is text, not a number.
 """
 
 from __future__ import annotations
@@ -60,30 +60,30 @@ _PARTS = "environment.parts"
 _RESUME = {True: "auto", False: "never"}
 """Values of `resume` for a boolean in another system."""
 _SPELLED = {"true": "on and yes", "false": "off and no", "null": "~ and an empty key"}
-"""Other spellings that YAML reads as these values."""
+"""Other spellings that YAML reads as true, false and null."""
 
 
 def load_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> Config:
-    """Defaults < recipes, left to right < overrides; whatever is wrong is a one-line `ConfigError`."""
+    """Load settings: defaults < recipes, left to right < overrides; every fault is a one-line `ConfigError`."""
     return _layers(recipes, overrides).config()
 
 
 def environment_of(recipes: Sequence[Path], overrides: Sequence[Override]) -> str | None:
-    """`environment.name` as recipes and overrides set it, before anything else of them is checked."""
+    """`environment.name` as recipes and overrides set it, before anything else is checked."""
     return leaves(_layers(recipes, overrides).values).get(f"environment.{NAME}")
 
 
 def config_of(tree: Tree, source: str) -> Config:
-    """Defaults < the settings of one tree; a `ConfigError` names their source."""
+    """Load the settings of one tree over the defaults; a `ConfigError` names the source."""
     layers = _Layers()
     layers.add(tree, source)
     return layers.config()
 
 
 def load_run_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> Config:
-    """Load the settings of a run to train; rows that are not in this run's folder are of the run of a recipe.
+    """Load the settings of a training run; if its folder has no rows, those in the folder of a recipe's run are used.
 
-    So `config.yaml` of a run, which may hold rows, is a recipe for others.
+    The `config.yaml` of a run with rows can thus be a recipe for other runs.
     """
     config = load_config(recipes, overrides)
     own = Path(config.run_dir) / ROWS_FOLDER
@@ -94,15 +94,15 @@ def load_run_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> C
 def dropped_settings(recipes: Sequence[Path], overrides: Sequence[Override]) -> Tree:
     """The recipes' settings, by dotted key, that overrides dropped by choosing another member of their section."""
     before, after = (leaves(_layers(recipes, words).values) for words in ([], overrides))
-    # null, or a value in place of a section, is what the user wrote: that is not a news
+    # null, or a value in place of a section, was written by the user and needs no report
     replaced = tuple(f"{key}." for key in after)
     return {key: value for key, value in before.items() if key not in after and not key.startswith(replaced)}
 
 
 def public_settings(config: Config) -> Tree:
-    """Every setting as JSON has it, without the passwords and keys of URLs: for files, pages and services.
+    """Every setting as a JSON value, without the passwords and keys of URLs: for files, pages and services.
 
-    A run itself goes on with the URLs that it was given.
+    The run itself uses the URLs as they were given.
     """
     settings: Tree = tree_without_secrets(config.model_dump(mode="json"))
     return settings
@@ -111,25 +111,25 @@ def public_settings(config: Config) -> Tree:
 def dump_config(config: Config, sections: Collection[str] = ()) -> str:
     """Every setting as YAML, in the order of the sections; `load_config` reads it back to an equal tree.
 
-    Only passwords and keys of URLs are hidden, and must be given again.
+    Passwords and keys of URLs are hidden and must be given again.
 
-    With `sections`, only these. ConfigError for one that there is not.
+    `sections` limits the output to these; ConfigError for an unknown one.
     """
     tree = public_settings(config)
     unknown = next((section for section in sections if section not in tree), None)
     if unknown is not None:
-        raise ConfigError(f"{unknown}: no section of a recipe; there are {', '.join(tree)}")
+        raise ConfigError(f"{unknown}: no such section of a recipe; the sections are {', '.join(tree)}")
     return write_yaml({key: value for key, value in tree.items() if not sections or key in sections})
 
 
 def keys_of(overrides: Sequence[Override]) -> set[str]:
-    """The dotted keys that overrides set, short forms written out: `environment=a.py:C` sets `environment.file`."""
+    """The dotted keys that overrides set, short forms expanded: `environment=a.py:C` sets `environment.file`."""
     found = [each for override in overrides for each in _given((Config,), read_override(override)[1])]
     return set(leaves({key: value for key, field, value in found if not value or not _within(field, value)}))
 
 
 def package_parts(tree: Tree) -> set[tuple[str, str]]:
-    """The key and the name of each part of another package that settings choose; imports no package."""
+    """Key and name of each component from another package that the settings choose; does not import the package."""
     return {
         (f"{key}.{NAME}", value[NAME])
         for key, field, value in _given((Config,), tree)
@@ -140,7 +140,7 @@ def package_parts(tree: Tree) -> set[tuple[str, str]]:
 def _given(
     sections: Sequence[type[Section]], tree: Tree, path: str = ""
 ) -> Iterator[tuple[str, FieldInfo | None, Any]]:
-    """Every setting that a tree gives, short forms written out, whatever member of a union has it."""
+    """Every setting in a tree, short forms expanded, whichever member of a union has it."""
     for section in sections:
         tree = _long_forms(section, tree, path)
     for name, value in tree.items():
@@ -151,7 +151,7 @@ def _given(
 
 
 def _within(field: FieldInfo | None, value: object) -> tuple[type[Section], ...]:
-    """The sections that a mapping may be one of; none for another value, and for the mapping of a plain setting."""
+    """The sections that a mapping may be; none for other values, and for a setting that is a plain mapping."""
     return sections_of(field) if field is not None and isinstance(value, dict) else ()
 
 
@@ -167,14 +167,14 @@ def _layers(recipes: Sequence[Path], overrides: Sequence[Override]) -> _Layers:
 
 
 class _Layers:
-    """The merged tree, and the layers that it was made of."""
+    """The merged tree, and the layers from which it was made."""
 
     def __init__(self) -> None:
-        # the one section without a default: empty, so that its own check says what it needs
+        # the only section without a default; it starts empty, so that its own check reports what it needs
         self.values: Tree = {"model": {}}
         self.layers: list[tuple[str, Tree]] = []
         self.complaints: list[str] = []
-        """Keys that there are not, each with its source."""
+        """Error texts for unknown keys, each with its source."""
 
     def add(self, layer: Tree, source: str) -> None:
         self.layers.append((source, layer))
@@ -185,12 +185,12 @@ class _Layers:
         self.complaints += [f"{source}: {unknown_key(key, self._choices())}" for key in unknown]
 
     def check_keys(self) -> None:
-        """ConfigError with all keys so far that there are not."""
+        """ConfigError that lists all unknown keys so far."""
         if self.complaints:
             raise ConfigError(_all_of(self.complaints))
 
     def _choices(self) -> set[str]:
-        """The members of unions that are chosen, and all other values, as `key=value`."""
+        """The chosen members of unions, and all other values, as `key=value`."""
         return {f"{name}={chosen}" for name, chosen in leaves(self.values).items()}
 
     def config(self) -> Config:
@@ -203,7 +203,7 @@ class _Layers:
             raise ConfigError(self._explain(error)) from None
 
     def _one_model_source(self) -> None:
-        """The one clash that a sound override makes with a sound recipe: say how to lift it."""
+        """ConfigError if different layers set model.path and model.tiny; it says which one to set to null."""
         model = self.values["model"]
         if not isinstance(model, dict) or model.get("path") is None or model.get("tiny") is None:
             return
@@ -218,7 +218,7 @@ class _Layers:
         parts_of = [_parts(layer) for _, layer in self.layers]
         first = next((parts for parts in parts_of if parts), ())
         for (source, _), parts in zip(self.layers, parts_of, strict=True):
-            # a name with . or / is refused with the reason when the settings are checked
+            # a name with . or / is refused later, with the reason, when the settings are checked
             for name in (name for name in parts if name not in first and not set(name) & {".", "/"}):
                 chosen = f"{_PARTS}.{name}.environment.{NAME}"
                 if not any(_has(layer, chosen) for _, layer in self.layers):
@@ -227,7 +227,7 @@ class _Layers:
                     raise ConfigError(f"{source}: {_PARTS}.{name}: no such part; {chosen} would add one{meant}")
 
     def _explain(self, error: ValidationError) -> str:
-        """Every setting that does not fit, once each: pydantic has an error for each type that a value may be of."""
+        """Error text with each invalid setting once: pydantic reports an error for each type that a value may have."""
         found: dict[str, tuple[Any, Mapping[str, Any]]] = {}
         for details in error.errors(include_url=False):
             key, value = _locate(self.values, details["loc"], is_missing=details["type"] == "missing")
@@ -236,7 +236,7 @@ class _Layers:
 
     def _explain_one(self, key: str, value: Any, details: Mapping[str, Any]) -> str:
         is_missing = details["type"] == "missing" and value is None
-        # what a section lacks is for the layer to give that chose it
+        # the layer that chose a section must give what the section lacks
         asked = f"{key.rpartition('.')[0]}.{NAME}" if is_missing else key
         sources = dict.fromkeys(source for _, source in self._sources_at(asked))
         where = f"{' and '.join(sources)}: " if sources else ""
@@ -250,7 +250,7 @@ class _Layers:
         if is_missing:
             dropped = self._dropped_below(key.rpartition(".")[0])
             return f"{where}{key}: must be set{dropped or f'; allowed: {allowed}'}"
-        # the fields of another system's section below one of our settings, such as reward.reward_max_val
+        # fields of another system's section below a setting of Fovea, such as reward.reward_max_val
         for below in (f"{key}.{name}" for name in leaves(value)) if isinstance(value, dict) else ():
             if elsewhere := hint_elsewhere(below, "key", "last name"):
                 return f"{where}{elsewhere}"
@@ -259,7 +259,7 @@ class _Layers:
         return f"{where}{key}: {show(value)} does not fit; allowed: {allowed}{fix}"
 
     def _dropped_below(self, section: str) -> str:
-        """Settings of a section that a later choice of another member dropped, for an error."""
+        """Error text with the settings of a section that were dropped when a later layer chose another member."""
         kept = leaves(self.values)
         name = f"{section}.{NAME}"
         choice = f"{name}={kept.get(name)}"
@@ -273,10 +273,10 @@ class _Layers:
             return ""
         sources = " and ".join(dict.fromkeys(source for _, source in dropped.values()))
         words = ", ".join(f"{key}={show(value)}" for key, (value, _) in dropped.items())
-        return f"; {choice} dropped what {sources} had set there ({words}): give again what is to stay"
+        return f"; {choice} dropped what {sources} had set there ({words}): set again what should stay"
 
     def _sources_at(self, key: str) -> list[tuple[int, str]]:
-        """The layers that set this key or one below it; where none did, those of the section around it."""
+        """The layers that set this key or one below it; if none did, those that set the enclosing section."""
         names = [source for source, _ in self.layers]
         found = [(names.index(source), source) for source, layer in self.layers if _has(layer, key)]
         is_section = not key or isinstance(_locate(self.values, tuple(key.split(".")))[1], dict)
@@ -286,7 +286,7 @@ class _Layers:
 
 
 def _all_of(complaints: Sequence[str]) -> str:
-    """The complaints on one line; the source that they begin with stands there once if it is the same for all."""
+    """Join error texts on one line; a source that all of them begin with appears once."""
     source = f"{complaints[0].partition(': ')[0]}: "
     if all(each.startswith(source) for each in complaints):
         return source + "; also: ".join(each.removeprefix(source) for each in complaints)
@@ -294,12 +294,12 @@ def _all_of(complaints: Sequence[str]) -> str:
 
 
 def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> Iterator[str]:
-    """Set the values of a layer in the tree, section by section; yield the keys that there are not."""
+    """Set the values of a layer in the tree, section by section; yield the unknown keys."""
     _check_texts(path, layer)
     layer = _long_forms(section, layer, path)
     old, new = into.get(NAME), layer.get(NAME)
     if isinstance(new, str) and new in section.bundles and new != old:
-        # the name stands for several settings, and replaces earlier values of them
+        # the name stands for several settings and replaces their earlier values
         for entry in section.bundles.get(str(old), {}):
             into.pop(entry, None)
         into |= long_forms(section, copy.deepcopy(section.bundles[new]))
@@ -308,7 +308,7 @@ def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> Iterat
         if field is None:
             full = full_key(key, value)
             _check_nested(path, name)
-            # what the parts of a mixture hold says nothing where there is no mixture
+            # keys inside the parts of a mixture mean nothing if there is no mixture
             yield full if listed(full)[0] == listed(key)[0] else key
         elif not isinstance(value, dict):
             into[name] = _plain(value, key)
@@ -327,28 +327,28 @@ def _long_forms(section: type[Section], given: Tree, path: str) -> Tree:
 
 
 def _check_texts(path: str, names: Iterable[object]) -> None:
-    """ConfigError for a name in a section that is not a text, such as `on`, which YAML reads as true."""
+    """ConfigError for a name in a section that is not text, such as `on`, which YAML reads as true."""
     where = f"{path[:-1]}: " if path else ""
     for name in names:
         if not isinstance(name, str):
             spelled = _SPELLED.get(show(name))
             read = f" ({spelled} are read as {show(name)})" if spelled else ""
             raise ConfigError(
-                f"{where}the key {show(name)}{read} is not a text, as a setting's name is; put it in quotes"
+                f"{where}the key {show(name)}{read} is not text, which a setting's name must be; put it in quotes"
             )
 
 
 def _check_nested(path: str, name: str) -> None:
-    """ConfigError for a dotted name where a setting of nested sections is meant."""
+    """ConfigError for a dotted name in place of nested sections."""
     *sections, last = name.split(".")
     # a union's settings are listed under its own key
     if sections and any(is_at_or_below(setting.key, f"{path}{name}") for setting in settings()):
         nested = "".join(f"{section}: {{" for section in sections) + f"{last}: ..." + "}" * len(sections)
-        raise ConfigError(f"{path}{name}: in files and mappings sections nest, without dots: {nested}")
+        raise ConfigError(f"{path}{name}: in files and mappings, write nested sections instead of dots: {nested}")
 
 
 def _section_for(field: FieldInfo, current: Tree, new: Tree, key: str) -> tuple[Tree, type[Section]]:
-    """Choose the member of a union section, and the current values it keeps: none if another member is chosen."""
+    """Choose the member of a union, and the current values to keep: none if another member was chosen before."""
     if not is_union(field):
         return current, sections_of(field)[0]
     name = new.get(NAME, current.get(NAME, default_name(field)))
@@ -381,7 +381,7 @@ def _has(layer: Tree, key: str) -> bool:
 
 
 def _locate(values: Any, loc: Sequence[int | str], *, is_missing: bool = False) -> tuple[str, Any]:
-    """Key and value at a location that may name members of unions on its way, as pydantic's do.
+    """Key and value at a location of a pydantic error, which may include names of union members.
 
     `is_missing`: the location ends with a key that its section lacks.
     """
@@ -396,7 +396,7 @@ def _locate(values: Any, loc: Sequence[int | str], *, is_missing: bool = False) 
 
 
 def _plain(value: Any, key: str) -> Any:
-    """The value, if JSON can hold it: no sets, no bytes, no infinity, no keys but texts."""
+    """Return a value that JSON can hold; ConfigError for sets, bytes, infinity and keys that are not text."""
     try:
         json.dumps(value, allow_nan=False)
         plain = not isinstance(value, dict) or all(isinstance(entry, str) for entry in value)
@@ -405,10 +405,10 @@ def _plain(value: Any, key: str) -> Any:
     if not plain:
         if is_frame(value):
             raise ConfigError(
-                f"{key} is a DataFrame, and no setting takes one; give its rows as rows= (docs/python.md)"
+                f"{key} is a DataFrame, which no setting accepts; give its rows as rows= (docs/python.md)"
             )
         raise ConfigError(
             f"{key}: {' '.join(str(value)[:60].split())} does not fit; a value is text, a finite number, true, "
-            "false, null, a list, or a mapping with texts as keys"
+            "false, null, a list, or a mapping with text keys"
         )
     return value

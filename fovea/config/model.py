@@ -1,4 +1,4 @@
-"""Settings of the model: which one it is, and what of it is trained."""
+"""Settings of the model: which model it is, and which of its parts are trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL_LINEAR = "all-linear"
 
 
 class TinyModel(Section):
-    """A small Qwen-VL of transformers' own classes with random weights, that learns on a laptop."""
+    """A small Qwen-VL with random weights, made from transformers' classes, that learns on a laptop."""
 
     family: Family = "qwen3_vl"
     """Architecture."""
@@ -25,7 +25,7 @@ class TinyModel(Section):
     num_layers: Annotated[int, Field(ge=1, le=1000)] = 3
     """Decoder layers."""
     num_heads: Annotated[int, Field(ge=1, le=1 << 11)] = 2
-    """Query heads, which divide hidden_size: each is a multiple of 8 wide."""
+    """Query heads; they divide hidden_size, and the width of a head must be a multiple of 8."""
     num_kv_heads: Annotated[int, Field(ge=1, le=1 << 11)] = 1
     """Key and value heads."""
     intermediate_size: Annotated[int, Field(ge=1, le=1 << 16)] = 128
@@ -33,7 +33,7 @@ class TinyModel(Section):
     image_side_px: Annotated[int, Field(ge=16, le=8192)] = 48
     """Side of the image for which the learned position grid is made (not in qwen2_vl, qwen2_5_vl)."""
     vocabulary_size: Annotated[int, Field(ge=300, le=1 << 20)] = 512
-    """Entries of the tokenizer, 256 bytes and Qwen's special tokens included; trained on the task's texts."""
+    """Entries of the tokenizer, which is trained on the task's texts; includes 256 bytes and Qwen's special tokens."""
 
     def contradictions(self) -> Iterator[str]:
         if self.hidden_size % (8 * self.num_heads):
@@ -69,21 +69,21 @@ class Lora(Section):
     alpha: Annotated[int, Field(ge=1, le=1_000_000)] = 32
     """Scale: the adapter's output is multiplied by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs that an update drops, drawn once for each token of a packed row, and so once for a
-    prompt that completions share; every other pass runs without."""
+    """Dropout of adapter inputs in an update. Masks are sampled once for each token of a packed row, and so once for a
+    prompt that completions share; all other passes run without dropout."""
     parts: tuple[LoraPart, ...] = ("language_model",)
-    """Parts of the model that get adapters; images are encoded in every pass where the vision does."""
+    """Parts of the model that get adapters; with adapters on the vision parts, images are encoded in every pass."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Names of the linear layers that get an adapter; all-linear: all but the experts of a mixture."""
     exclude: tuple[str, ...] = ()
-    """Regular expressions; a layer with a match anywhere in its path gets none."""
+    """Regular expressions; a layer with a match anywhere in its path gets no adapter."""
     adapter: str | None = None
-    """Folder of an adapter in peft's format (safetensors) that training starts from, with this rank, alpha and these
-    layers; default: one that changes nothing yet."""
+    """Folder of an adapter in peft's format (safetensors) from which training starts; it must have this rank, alpha and
+    these layers. Default: a new adapter that changes nothing yet."""
 
     @classmethod
     def completed(cls, given: Tree) -> Tree:
-        """The settings as given; a text for a list is short for a list of one."""
+        """The settings as given; text in place of a list is short for a list of one."""
         short = {key: (value,) for key in cls.short_lists if isinstance(value := given.get(key), str)}
         return super().completed(given | short)
 
@@ -98,46 +98,46 @@ class Lora(Section):
 
 
 class Model(Section):
-    """Which model is trained: `model.path` (a folder or hub id) or `model.tiny`."""
+    """Which model is trained: `model.path` (a folder or Hub id) or `model.tiny`."""
 
     path: str | None = None
-    """Folder or hub id of a model of a type that `fovea doctor --families` lists; of others with family=auto."""
+    """Folder or Hub id of a model; `fovea doctor --families` lists the supported types, others need family=auto."""
     revision: Annotated[str, Field(min_length=1)] | None = None
-    """Commit, tag or branch of a hub id; a commit pins the model for good. Default: the main branch as it is today."""
+    """Commit, tag or branch of a hub id; only a commit pins the model. Default: the current main branch."""
     family: Literal["named", "auto"] = "named"
-    """named: a model of a family that Fovea knows; auto: any other image-text-to-text model of transformers, by its own
-    processor, positions and forward, after a check at the start of the run."""
+    """named: a model of a family that Fovea knows; auto: any other image-text-to-text model of transformers, with its
+    own processor, positions and forward, after a check at the start of the run."""
     tiny: TinyModel | None = None
     """Make a tiny model with random weights instead of loading one."""
     chat_template_kwargs: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
-    """Arguments of the model's chat template, such as `{enable_thinking: false}`: in every prompt and later turn, in
-    requests to servers that `fovea eval` asks, and as defaults in the template of an export."""
+    """Arguments of the model's chat template, such as `{enable_thinking: false}`. They apply to every prompt and later
+    turn and to requests of `fovea eval` to servers, and become defaults in the template of an export."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and activations; log-probs, losses and the optimizer's weights are always float32."""
     attention: MayChange[Literal["auto", "merged", "varlen", "varlen_gathered", "sdpa", "eager"]] = "auto"
-    """Attention kernel for packed rows. auto: merged on CPU, varlen on CUDA in bfloat16; where that is refused, as the
-    start of the run then says, varlen_gathered or sdpa, which copy the prompt for every completion; eager is the plain
+    """Attention kernel for packed rows. auto: merged on CPU, varlen on CUDA in bfloat16; if varlen is refused, which
+    the start of the run reports, varlen_gathered or sdpa, which copy the prompt for every completion. eager: the plain
     formula, for checks."""
     fast_path: MayChange[Literal["auto", "off"]] = "auto"
-    """auto: packed rows with shared prompts and the embedded engine's own decoding, where the family has them; off:
-    transformers' own forward in trainer and engine, slow, to check against."""
+    """auto: packed rows with shared prompts and the embedded engine's own decoding, if the family has them; off:
+    transformers' own forward in trainer and engine, which is slow, for checks."""
     freeze_vision_tower: bool = False
-    """Train the language model only; an image is then encoded once, as long as feature_cache_gib holds it."""
+    """Train only the language model; an image is then encoded once, as long as it fits into feature_cache_gib."""
     freeze_projector: bool | None = None
-    """Freeze the layers that make visual tokens of the tower's output (mergers, connector). Default: as
-    freeze_vision_tower; false behind a frozen tower trains them, and images are encoded in every pass."""
+    """Freeze the layers that turn the tower's output into visual tokens (mergers, connector). Default: as
+    freeze_vision_tower. false with a frozen tower trains them, and images are then encoded in every pass."""
     feature_cache_gib: MayChange[NonNegativeFloat] = 2.0
     """Memory for the features of a frozen vision tower; the least recently used are evicted."""
     freeze_router: bool = False
-    """Keep the weights by which a mixture chooses the experts of a token; the experts themselves are trained."""
+    """Freeze the router, which chooses the experts of a token; the experts themselves are trained."""
     lora: Lora | None = None
     """Train adapters instead of the weights, which are then frozen."""
     min_pixels: PositiveInt | None = None
-    """Smaller images are scaled up to this area; default: the model's own."""
+    """Smaller images are scaled up to this area; default: the model's setting."""
     max_pixels: PositiveInt | None = None
-    """Larger images are scaled down to this area; default: the model's own."""
+    """Larger images are scaled down to this area; default: the model's setting."""
     device: MayChange[Literal["auto", "cpu", "cuda"]] = "auto"
-    """Device of model and optimizer. auto: cuda where there is one; the run prints its choice."""
+    """Device of model and optimizer. auto: cuda if there is a GPU; the run prints its choice."""
 
     @classmethod
     def completed(cls, given: Tree) -> Tree:
@@ -161,7 +161,7 @@ class Model(Section):
                 "trained; leave model.freeze_projector out, add projector to model.lora.parts, or set model.lora=null"
             )
         if self.lora is not None and self.freeze_vision_tower and self.trains_tower:
-            yield "model.freeze_vision_tower=true, but model.lora.parts has adapters on the vision tower; drop either"
+            yield "model.freeze_vision_tower=true, but model.lora.parts names the vision tower; drop one of the two"
 
     @property
     def name(self) -> str:
@@ -173,12 +173,12 @@ class Model(Section):
 
     @property
     def has_dropout(self) -> bool:
-        """True if an update drops inputs of adapters."""
+        """True if updates apply dropout to adapter inputs."""
         return self.lora is not None and self.lora.dropout > 0
 
     @property
     def trains_tower(self) -> bool:
-        """True if the vision tower or adapters on it are trained, apart from its projector."""
+        """True if the vision tower without its projector, or an adapter on it, is trained."""
         return not self.freeze_vision_tower if self.lora is None else "vision_tower" in self.lora.parts
 
     @property

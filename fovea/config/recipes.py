@@ -1,4 +1,4 @@
-"""Recipes as files: YAML that is strict where PyYAML guesses, and written so that it reads back to the same values."""
+"""Recipe files: YAML that is strict where PyYAML guesses, and written so that it reads back to the same values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ COMMAND_LINE, ARGUMENTS = "command line", "arguments"
 Override: TypeAlias = str | Tree
 """A setting that wins over recipes: `a.b=value`, or nested mappings, as Python code gives them."""
 CLOSE_ENOUGH = 0.7
-"""Likeness (difflib) of a near match; at its usual 0.6 `lr` would be `model.lora`."""
+"""Similarity (difflib) of a near match; at difflib's default of 0.6, `lr` would match `model.lora`."""
 FLOAT_WITHOUT_POINT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
-"""YAML 1.1 takes `1e-6` for text; everybody who writes it means the number."""
+"""YAML 1.1 reads `1e-6` as text, but everybody who writes it means the number."""
 OF_OTHER_BASES = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)$")
-"""YAML 1.1 takes `1:30` for 90 and `010` for 8; nobody who writes them means that."""
+"""YAML 1.1 reads `1:30` as 90 and `010` as 8, but nobody who writes them means that."""
 
 MAX_MIB = 1
-"""The largest recipe, also with its aliases written out: nested ones can stand for more than any memory holds."""
+"""The largest recipe, also with its aliases expanded: nested aliases can stand for more than any memory holds."""
 
 TEXT = "tag:yaml.org,2002:str"
 
@@ -35,22 +35,22 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class _Loader(yaml.SafeLoader):
-    """safe_load that refuses a key written twice and a value in itself; 1e-6 is a number, dates, 1:30, 010 are text."""
+    """safe_load that refuses duplicate keys and recursive values; 1e-6 is a number; dates, 1:30 and 010 are text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way to say it)
-        # the first that fits counts
+        # the first pattern that matches counts
         first: [(TEXT, OF_OTHER_BASES), *((tag, pattern) for tag, pattern in pairs if not tag.endswith(":timestamp"))]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def __init__(self, stream: str | bytes) -> None:
         super().__init__(stream)
-        self.deep_construct = True  # inner values at once, and no outer one that is still empty by an alias
+        self.deep_construct = True  # constructs inner values at once: an alias would see an empty outer one
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
         if node is not None and _written_out(node, {}) > MAX_MIB * MIB:
-            problem = f"its aliases stand for more than {MAX_MIB} MiB"
+            problem = f"its aliases expand to more than {MAX_MIB} MiB"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return node
 
@@ -64,9 +64,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
-    """Characters of a value with every alias replaced by what it stands for; `known` are those of nodes by id."""
+    """Number of characters of a value with its aliases expanded; `known` holds the numbers of nodes by id."""
     if id(node) not in known:
-        known[id(node)] = 0  # a value in itself, which is refused later
+        known[id(node)] = 0  # a value that contains itself, which is refused later
         if isinstance(node, yaml.ScalarNode):
             known[id(node)] = len(node.value) + 1
         else:
@@ -76,10 +76,10 @@ def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """safe_dump that quotes the texts which `_Loader` would read as something else."""
+    """safe_dump that quotes text which `_Loader` would read as something else."""
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
-        # PyYAML writes these four as they are and reads them as line breaks or not at all
+        # PyYAML writes these four characters unquoted, but reads them as line breaks or not at all
         style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
         return self.represent_scalar(TEXT, text, style)
 
@@ -90,14 +90,14 @@ for _class in (_Loader, _Dumper):
 
 
 def read_recipe(recipe: Path) -> Tree:
-    """One YAML file."""
+    """Read the settings in one YAML file."""
     try:
-        with recipe.open("rb") as file:  # the user's own word, which may be a pipe
+        with recipe.open("rb") as file:  # a path from the user, which may be a pipe
             content = file.read(MAX_MIB * MIB + 1)
     except FileNotFoundError:
         raise ConfigError(f"{recipe}: no such recipe; {_near_recipes(recipe)}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{recipe}: a folder, no recipe; {_near_recipes(recipe / 'any')}") from None
+        raise ConfigError(f"{recipe}: a folder, not a recipe; {_near_recipes(recipe / 'any')}") from None
     except OSError as error:
         raise ConfigError(f"{recipe}: cannot be read ({error.strerror}); give a YAML file") from None
     if len(content) > MAX_MIB * MIB:
@@ -112,7 +112,7 @@ def read_recipe(recipe: Path) -> Tree:
 def recipes_folder() -> Path:
     """The folder of the recipes that come with Fovea.
 
-    A wheel has it in the package; a checkout, and what pip installs of it by `-e`, beside it.
+    A wheel has it inside the package; a checkout or an editable installation has it next to the package.
     """
     inside = PACKAGE / "recipes"
     return inside if inside.is_dir() else PACKAGE.parent / "recipes"
@@ -129,7 +129,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_recipe(word: str | os.PathLike[str]) -> Path:
-    """The file that a word stands for: a file of that path, else the recipe of that name that comes with Fovea."""
+    """The file at this path, or else the recipe of this name that comes with Fovea."""
     path = Path(word)
     return path if path.is_file() else shipped_recipes().get(str(path), path)
 
@@ -145,7 +145,7 @@ def section_of(override: Override) -> str:
 
 
 def parse_override(text: str) -> Tree:
-    """`a.b=value` as the tree `{a: {b: value}}`."""
+    """Parse `a.b=value` into the tree `{a: {b: value}}`."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{COMMAND_LINE}: {text}: an override is written key=value, such as seed=1")
@@ -153,7 +153,7 @@ def parse_override(text: str) -> Tree:
 
 
 def read_yaml(content: str | bytes, where: str) -> Any:
-    """The value that YAML text holds; ConfigError with the line where it is not valid."""
+    """The value in YAML text; ConfigError, with the line, if it is not valid."""
     try:
         return yaml.load(content, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -162,14 +162,14 @@ def read_yaml(content: str | bytes, where: str) -> Any:
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:
-        raise ConfigError(f"{where}: nests too deep to be read; flatten it") from None
-    except (ValueError, LookupError, AttributeError) as error:  # as PyYAML reads 5,000 digits, or `!!bool abc`
+        raise ConfigError(f"{where}: is nested too deeply to be read; flatten it") from None
+    except (ValueError, LookupError, AttributeError) as error:  # from PyYAML for 5,000 digits or `!!bool abc`
         reason = str(error).partition(";")[0]
-        raise ConfigError(f"{where}: a value is not what its form or tag says ({reason}); correct it") from None
+        raise ConfigError(f"{where}: not valid YAML: a value does not fit its form or tag ({reason})") from None
 
 
 def _place(error: yaml.MarkedYAMLError, content: bytes) -> tuple[str, str]:
-    """The line to correct, and a remark on an earlier one that may be meant: PyYAML sees many faults a line late."""
+    """The line to correct, and a remark on an earlier line that may be wrong: PyYAML reports many faults too late."""
     context, mark = error.context or "", error.problem_mark
     if mark is None:
         return "", ""
@@ -177,9 +177,9 @@ def _place(error: yaml.MarkedYAMLError, content: bytes) -> tuple[str, str]:
     if error.context_mark and context.startswith(("while scanning a simple key", "while scanning a quoted scalar")):
         return f" line {error.context_mark.line + 1}", ""
     lines = content.rstrip().split(b"\n")
-    line = min(mark.line + 1, len(lines))  # not the empty ones after the last
+    line = min(mark.line + 1, len(lines))  # without empty lines at the end
     if error.context_mark and "flow" in context and error.context_mark.line + 1 < line:
-        return f" line {line}", f" (in what begins on line {error.context_mark.line + 1})"
+        return f" line {line}", f" (in the value that begins on line {error.context_mark.line + 1})"
     if error.problem in (
         "mapping values are not allowed here",
         "expected <block end>, but found '<block mapping start>'",
@@ -192,22 +192,22 @@ def _place(error: yaml.MarkedYAMLError, content: bytes) -> tuple[str, str]:
 
 
 def write_yaml(tree: dict[str, Any]) -> str:
-    """YAML text that `read_yaml` reads back to equal values."""
+    """Write YAML text that `read_yaml` reads back to equal values."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def write_value(value: object) -> str:
-    """YAML text of one value on one line."""
+    """Write one value as YAML text on one line."""
     text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _near_recipes(recipe: Path) -> str:
-    """The recipes that may be meant: near names in the same folder, in recipes/ for a bare name, or with Fovea."""
+    """Text with recipes of similar names: in the same folder, in recipes/ for a bare name, or those of Fovea."""
     folders = [recipe.parent] if recipe.parent.name else [Path(), Path("recipes")]
     files = (path for folder in folders for path in sorted(folder.glob("*.y*ml")) if not path.name.startswith("."))
     found = {path.stem: str(path) for path in files}
-    # by its name where no file beside is called the same
+    # Fovea's recipes by name, unless a local file has the same name
     known = {name: name for name in shipped_recipes()} | found
     name = recipe.with_suffix("").name
     if near := difflib.get_close_matches(name, known, cutoff=CLOSE_ENOUGH):

@@ -1,4 +1,4 @@
-"""The one tree of settings: typed, strict, units in names. Imports no torch, so that it loads in a blink.
+"""The tree of all settings: typed, strict, with units in names. It does not import torch, so that it loads fast.
 
 Precedence: the defaults below < recipe files, left to right < `key.sub=value` on the command line
 (`fovea.config.loading`). A setting is stored once; nothing writes to the tree after it is read.
@@ -43,53 +43,55 @@ class Config(Section):
     """Random seed of weights, data order and sampling."""
     run_dir: MayChange[Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]] = f"runs/{NAME}-{TIME}"
     """Output folder of the run: config, metrics, samples, checkpoints, report. {name} is environment.name; with {time},
-    every run gets a separate folder, and runs/latest leads to it."""
+    every run gets a separate folder, and runs/latest points to it."""
     max_steps: MayChange[PositiveInt] = 1000
-    """Number of RL steps; fewer where max_epochs ends the run before."""
+    """Number of RL steps; fewer if max_epochs ends the run earlier."""
     max_epochs: MayChange[PositiveInt | None] = None
-    """Epochs after which a run ends, if max_steps does not end it before: each takes every training row exactly once,
-    and the last step the rows that are left. Default: rows are drawn by question type, without an end."""
+    """Number of epochs after which a run ends, unless max_steps ends it earlier. Each epoch uses every training row
+    exactly once, and the last step uses the rows that are left. Default: rows are sampled by question type, without an
+    end."""
     max_hours: MayChange[Annotated[float, Field(gt=0, le=1e5)] | None] = None
-    """Hours since this command began the run, a resumed one counting anew, after which it ends with its step, saved, to
-    go on with resume=auto: the time limit of a scheduler, less that of a step. Default: no limit."""
+    """Hours after which this command finishes its step, saves and ends, to be continued with resume=auto; a resumed run
+    counts from zero. Set it to a scheduler's time limit minus the time of a step. Default: no limit."""
     max_restarts: MayChange[NonNegativeInt] = 0
-    """Restarts by `fovea train` from the last checkpoint after a death (killed, crashed, out of memory, a worker lost),
-    without a new checkpoint in between, which gives all of them back; 0: none (docs/faults.md)."""
+    """How often `fovea train` restarts a run from its last checkpoint after it died (killed, crashed, out of memory, a
+    worker lost); a new checkpoint resets the count. 0: never (docs/faults.md)."""
     resume: MayChange[Literal["never", "auto"] | str] = "never"
-    """Start anew, or (auto) resume from the newest checkpoint in run_dir, if there is one, or from the checkpoint whose
-    folder is named, such as runs/x/checkpoints/step-100: of the run in run_dir, or of another one for a new run_dir."""
+    """never: start a new run; auto: resume from the newest checkpoint in run_dir, if there is one. Or the folder of the
+    checkpoint to resume from, such as runs/x/checkpoints/step-100: one of the run in run_dir, or one of another run for
+    a new run_dir."""
     resume_changed: MayChange[Literal["error", "allow"]] = "error"
-    """Handling of rows, your own code, model files or libraries that are not those that the checkpoint was made
-    with: stop and name them, or go on with what is there now."""
+    """Action if rows, your own code, model files or libraries differ from those of the checkpoint: stop and name them,
+    or continue with the current ones."""
     threads: MayChange[NumThreads | None] = None
-    """CPU threads of torch; default: torch's own choice."""
+    """Number of CPU threads of torch; default: torch's default."""
     profile: MayChange[bool] = False
     """Profile a few steps into profile/ of the run folder: phases, operators, a trace of one step."""
     model: Model
     environment: EnvironmentConfig = Field(default_factory=ShapesEnvironment)
     reward: str | tuple[str, ...] | None = None
     """Your own reward function, `path/to/file.py:function`, or a list of them, in place of the environment's score
-    (docs/own.md). A run that was given a function by Python code has `python:module.name` here."""
+    (docs/own.md). A run that got a function from Python code shows `python:module.name` here."""
     reward_weights: tuple[FiniteFloat, ...] | None = None
     """Weights of a list of rewards, in their order; the reward is the weighted sum. Default: 1 each."""
     reward_timeout_seconds: Seconds = 10.0
-    """Time limit for one call of your own reward (of a list: of all together), or of your own environment's score."""
+    """Time limit for one call of your own reward (for a list: of all together), or of your own environment's score."""
     reward_on_failure: Literal["error", "drop", "drop_completion"] = "error"
-    """Handling of a call that raises, is late or returns no number: stop, or drop the group (`groups/unscored`) or only
+    """Action if a call raises, is late or does not return a number: stop, or drop the group (`groups/unscored`) or only
     the completion (`episodes/failed`)."""
     reward_calls_at_once: NumThreads = 1
-    """Concurrent calls, in as many threads (more than 1 only for thread-safe code) or processes."""
+    """Number of concurrent calls, each in a thread (more than 1 only for thread-safe code) or a process."""
     reward_in: MayChange[RewardPlace] = "thread"
-    """Threads of the run, or processes, for calls of reward functions that are named by their files. A process is
-    killed when its call is late, and started again, also where the call holds the interpreter lock (docs/own.md)."""
+    """Place where reward functions from files are called: in threads of the run, or in separate processes. A process
+    whose call is late is killed and started again, even if the call holds the interpreter lock (docs/own.md)."""
     judge: Judge | None = None
     reward_model: RewardModel | None = None
     model_reward: dict[GradingModel, RewardShare] | None = None
-    """Share of the reward, of any environment, that is the score of `judge` or `reward_model`, 0..1, for the last turn;
-    the rest is the environment's own: {judge: 0.5}."""
+    """Share of the reward that is the score (0..1) of `judge` or `reward_model` for the last turn, in any environment;
+    the rest is the environment's own reward. Example: {judge: 0.5}."""
     second_opinion: Literal["wrong", "always"] | None = None
-    """Ask `judge` beside the rule of vqa and geo3k, which it may overrule: about answers that the rule calls wrong, or
-    about all. `reward/overruled` is how often it does."""
+    """Also ask `judge`, which may overrule the rule of vqa and geo3k: about answers that the rule calls wrong, or about
+    all. `reward/overruled` is how often it overrules."""
     curriculum: Curriculum = Field(default_factory=Curriculum)
     data: Data = Field(default_factory=Data)
     warmup: Warmup | None = None
@@ -107,8 +109,8 @@ class Config(Section):
     def expands_segments(self) -> bool:
         """True if torch may allocate GPU memory in segments that grow.
 
-        Not beside an engine that opens tensors of this process by CUDA IPC (SGLang, or any in another environment), for
-        which segments must not move, nor beside vLLM, which allocates in a separate pool in this process.
+        False for an engine that opens tensors of this process by CUDA IPC (SGLang, or any in another environment), for
+        which segments must not move, and for vLLM, which allocates from a separate pool in this process.
         """
         return self.model.device != "cpu" and self.rollout.engine.lets_segments_grow
 
@@ -116,7 +118,7 @@ class Config(Section):
     def copies_reference(self) -> bool:
         """True if the KL term needs a copy of the model that RL begins with.
 
-        With LoRA, switching the adapters off gives that model, unless they did something before RL began.
+        With LoRA, switching the adapters off gives that model, unless they had an effect before RL began.
         """
         lora = self.model.lora
         adapters_off_is_the_start = lora is not None and lora.adapter is None and self.warmup is None
@@ -146,7 +148,7 @@ class Config(Section):
 
     @property
     def with_own_files(self) -> Config:
-        """The settings with the names of files in the run folder completed (`{run_dir}/...`)."""
+        """The settings with the names of files in the run folder (`{run_dir}/...`) expanded."""
         return self.with_files_of(self.run_dir)
 
     def with_files_of(self, run_folder: str) -> Config:
@@ -157,7 +159,7 @@ class Config(Section):
 
     @classmethod
     def completed(cls, given: Tree) -> Tree:
-        """The settings as given, and a ratio to the engine's log-probs for completions of older weights."""
+        """The settings as given; with completions of older weights, old_logprobs=engine is the default."""
         tree = super().completed(given)
         rollout, algorithm = tree.get("rollout"), tree.get("algorithm", {})
         if isinstance(rollout, dict) and rollout.get("max_staleness_steps") and isinstance(algorithm, dict):

@@ -14,11 +14,11 @@ from fovea_gym.settings.base import NAME, Section, is_union, names_of, sections_
 from fovea_gym.utils import entry_points
 
 DISCRIMINATOR_KEY, ALIAS_KEY = "discriminator", "sets"
-"""Keys of a union of sections, and of an alias, with the settings that it sets."""
+"""Schema keys that mark a union of sections, and an alias with the settings that it sets."""
 
 
 class _RecipeSchema(GenerateJsonSchema):
-    """Requires no key, since a recipe may stand over others, and allows the short forms of sections."""
+    """Requires no key, since a recipe may be layered over others, and allows the short forms of sections."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -46,7 +46,7 @@ class _RecipeSchema(GenerateJsonSchema):
         return made
 
     def _of_sections(self, field: FieldInfo) -> JsonSchemaValue:
-        """A field that holds a section, with the forms that `fovea_gym.settings.base.long_forms` writes out."""
+        """A field that holds a section, with the short forms that `fovea_gym.settings.base.long_forms` expands."""
         chosen = is_union(field)
         sections = [*variants_of(field).values()] if chosen else [*sections_of(field)]
         forms = [self.generate_inner(section.__pydantic_core_schema__) for section in sections]
@@ -63,7 +63,7 @@ class _RecipeSchema(GenerateJsonSchema):
 
 
 def recipe_schema() -> JsonSchemaValue:
-    """The JSON schema of recipes; of other packages it has the sections that have been imported."""
+    """The JSON schema of recipes, with the sections of other packages that have been imported."""
     return _recipe_schema(entry_points.state())
 
 

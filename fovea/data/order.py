@@ -239,8 +239,8 @@ class EpochOrder:
         if self._end is not None and state["num_sampled"] > self._end:
             raise ConfigError(
                 f"max_epochs={self._end // self._num_rows}, but the run has already used {state['num_sampled']} rows "
-                f"(an epoch has {self._num_rows}), so nothing is left to train on; set a larger max_epochs, or use the run "
-                "as it is (fovea eval, fovea export)"
+                f"(an epoch has {self._num_rows}), so nothing is left to train on; set a larger max_epochs, or use the "
+                "run as it is (fovea eval, fovea export)"
             )
         self._num_sampled = state["num_sampled"]
 

@@ -1,6 +1,6 @@
-"""Findings: known causes for which a run collapses or does not move, by its metrics; the rules stand in findings.yaml.
+"""Findings: known causes why a run collapses or does not improve, read from its metrics; rules are in findings.yaml.
 
-Conditions are about the newest values, so that a run that has recovered has no finding. Axes: `N` steps with a value.
+Conditions use the newest values, so that a run that has recovered has no finding. Axes: `N` steps with a value.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from fovea.types import Metrics
 Column: TypeAlias = tuple[Sequence[float], Sequence[float]]
 """Steps [N] and values [N] of a metric."""
 STAGE = "curriculum/stage"
-"""A later stage scores otherwise: values of earlier ones are not compared with its own."""
+"""Each stage scores differently, so values of earlier stages are not compared with those of the current one."""
 MAX_SHOWN, MAX_VALUE_CHARS = 10**15, 40
-"""Largest number and longest text of a setting that a finding shows."""
+"""Largest number and longest text that a finding shows as the value of a setting."""
 BASELINE_STEPS = 2
-"""First values of a metric with which `growth` compares the newest."""
+"""Number of first values of a metric with which `growth` compares the newest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A bound on a figure of the newest values of a metric."""
+    """Bounds on a statistic of the newest values of a metric."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     metric: str
     of: Literal["mean", "spread", "growth", "of_best", "best"] = "mean"
-    """mean; largest minus smallest; mean over that of the run's first values; mean over the best mean of as many
-    consecutive values; that best mean."""
+    """The statistic: mean; largest minus smallest (spread); mean relative to that of the run's first values (growth);
+    mean relative to the best mean of as many consecutive values (of_best); that best mean (best)."""
     at_least: float = -np.inf
     at_most: float = np.inf
     or_absent: bool = False
@@ -63,14 +63,14 @@ class Condition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A cause, the conditions by which it is found, and what to do."""
+    """A cause, the conditions that reveal it, and what to do about it."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     cause: str
     conditions: tuple[Condition, ...]
-    """The metric of the first one shows the cause."""
+    """The metric of the first condition is shown as evidence."""
     window: int
-    """Newest values of each metric that the conditions are about."""
+    """Number of newest values of each metric that the conditions use."""
     settings: tuple[str, ...]
     advice: str
 
@@ -82,7 +82,7 @@ class Finding:
     cause: str
     metric: str
     evidence: str
-    """The metric's value, and its steps."""
+    """Value of the metric, and the steps of that value."""
     advice: str
     settings: str
 
@@ -92,7 +92,7 @@ class Finding:
 
 
 def _read(file: Path) -> tuple[Rule, ...]:
-    """The rules of a file; ValidationError for a rule with a field too many or too few."""
+    """Read the rules in a file; ValidationError for a rule with an unknown or missing field."""
     return TypeAdapter(tuple[Rule, ...]).validate_python(yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
@@ -101,7 +101,7 @@ METRICS = frozenset({STAGE, *(condition.metric for rule in RULES for condition i
 
 
 def find(columns: Mapping[str, Column], settings: Mapping[str, Any]) -> list[Finding]:
-    """The findings of a run by its metrics so far and its settings, as YAML has them."""
+    """The findings about a run, from its metrics so far and its settings as YAML values."""
     stages = np.asarray(columns[STAGE][1] if STAGE in columns else ())
     changes = np.flatnonzero(np.diff(stages))
     start = columns[STAGE][0][int(changes[-1]) + 1] if len(changes) else -np.inf
@@ -136,21 +136,21 @@ def _finding(
 
 
 def _values_of(keys: Sequence[str], settings: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Each key, with its value where the run has one value of that name."""
+    """Each key, with its value if the run has a single value for it."""
     for key in keys:
         value: Any = settings
         for name in key.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
-        # of a stranger's run it may be anything, such as a number that Python does not print
+        # in a stranger's run it may be anything, such as a number too large for Python to print
         is_shown = isinstance(value, bool | float | str) or (isinstance(value, int) and abs(value) < MAX_SHOWN)
         yield (key, str(value).lower()[:MAX_VALUE_CHARS]) if is_shown else (key,)
 
 
 class FindingsWatch:
-    """The metrics of a run's steps so far, and the causes that this process has found in them."""
+    """Keeps the metrics of a run's steps, and the causes that this process has already found in them."""
 
     def __init__(self, earlier: Iterable[Metrics] = ()) -> None:
-        """`earlier`: the rows of metrics.jsonl, of a run that is resumed."""
+        """`earlier`: the rows of metrics.jsonl, if the run is resumed."""
         self._columns: dict[str, tuple[list[float], list[float]]] = {}
         self._known: set[str] = set()
         for metrics in earlier:

@@ -10,7 +10,7 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from fovea_gym.errors import DataError
 
-if TYPE_CHECKING:  # it imports numpy, for which the parent of a supervised run has no use
+if TYPE_CHECKING:  # it imports numpy, which the parent process of a supervised run does not need
     from fovea.types import Metrics
 
 METRICS_FILE = "metrics.jsonl"
@@ -22,7 +22,7 @@ _NUMBERS = TypeAdapter(dict[str, float | None])
 
 
 def parse_metrics(line: str, *, where: str) -> Metrics:
-    """The metrics of a line, `step` included and first; DataError, with `where`, for anything else."""
+    """Parse the metrics in a line, `step` first; DataError, with `where`, for anything else."""
     try:
         row = {name: math.nan if value is None else value for name, value in _numbers(line).items()}
         return {"step": float(int(row.pop("step")))} | row

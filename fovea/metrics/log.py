@@ -43,7 +43,7 @@ class SampleSink(Protocol):
 
 
 class MetricsLog:
-    """Writes the metrics of each step to every sink, and then with the step's samples to every tracker."""
+    """Writes the metrics of each step to every sink, and then, with the step's samples, to every tracker."""
 
     def __init__(self, sinks: Sequence[Sink], trackers: Sequence[SampleSink] = ()) -> None:
         self._sinks, self._trackers = tuple(sinks), tuple(trackers)
@@ -51,7 +51,7 @@ class MetricsLog:
 
     @property
     def has_trackers(self) -> bool:
-        """True if samples that are added are shown anywhere."""
+        """True if added samples are shown by any tracker."""
         return bool(self._trackers)
 
     def add_samples(self, samples: Sequence[TrackedSample]) -> None:
@@ -81,7 +81,7 @@ class MetricsLog:
 class JsonlSink:
     """Writer of metrics.jsonl: one JSON object per step, `{"step": 7, "reward": 0.5, ...}`, null for NaN and infinity.
 
-    A resumed run first drops the lines after its checkpoint, so that every step occurs once, and damaged lines.
+    A resumed run first drops damaged lines and those after its checkpoint, so that every step occurs once.
     """
 
     def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
@@ -90,7 +90,7 @@ class JsonlSink:
         write_atomically(self._path, "".join(kept.values()).encode())
         first = min(kept, default=1)
         self.num_lost = max(num_damaged, resume_step + 1 - first - len(kept)) if resume_step else 0
-        """Steps before the checkpoint whose metrics are lost."""
+        """Number of steps before the checkpoint whose metrics are lost."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         assert "step" not in metrics, (
@@ -101,20 +101,20 @@ class JsonlSink:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """Nothing: the file is open only while a line is written."""
+        """Do nothing: the file is open only while a line is written."""
 
 
 def read_metrics(run_dir: Path) -> list[Metrics]:
-    """The lines of metrics.jsonl, `step` included, with NaN for null; empty if there is no file."""
+    """Read metrics.jsonl, with `step` in each row and NaN for null; an empty list if there is no file."""
     path = run_dir / METRICS_FILE
     lines = enumerate(_ended_lines(path), start=1)
     return [parse_metrics(line, where=f"{path} line {number}") for number, line in lines]
 
 
 def _lines_until(last: int, path: Path) -> tuple[dict[int, str], int, int]:
-    """The lines of the steps up to one, by step; how many complete lines hold no metrics; NULs in the cut-off last one.
+    """Lines of the steps up to `last`, by step; number of damaged lines; number of NULs in an incomplete last line.
 
-    NULs are what a failure of the machine leaves of bytes that had not reached the disk.
+    A failure of the machine leaves NULs in place of bytes that had not reached the disk.
     """
     kept: dict[int, str] = {}
     num_damaged = num_nuls = 0
@@ -134,7 +134,7 @@ def _lines_until(last: int, path: Path) -> tuple[dict[int, str], int, int]:
 
 
 def _ended_lines(path: Path) -> Iterator[str]:
-    """The lines of a file but for one without an end: a crash has cut it off, or it is being written right now."""
+    """The complete lines of a file: a crash may have cut the last one off, or it may be being written right now."""
     for line in read_lines(path, within=path.parent) if path.exists() else ():
         if line.endswith(b"\n"):
             yield line.decode("utf-8", errors="replace")
@@ -143,9 +143,9 @@ def _ended_lines(path: Path) -> Iterator[str]:
 class Phases:
     """Wall time and memory of the phases of a step: `with phases("rollout"): ...`.
 
-    Seconds of a phase entered several times add up; asynchronous kernels count for the phase that waits for them.
-    Memory is the peak allocated by CUDA within the phase or, without CUDA, the resident memory at its end; the maximum
-    where a phase is nested around others, or entered again. Waits are this process's for its device.
+    The seconds of a phase that is entered several times add up; asynchronous kernels count for the phase that waits for
+    them. Memory is the peak allocated by CUDA within the phase or, without CUDA, the resident memory at its end; for a
+    phase that contains others or is entered again it is the maximum. Waits are those of this process for its device.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -166,7 +166,7 @@ class Phases:
         finally:
             self._seconds[key] = self._seconds.get(key, 0.0) + self._clock() - start
             self._waits[f"waits/{name}"] = self._waits.get(f"waits/{name}", 0.0) + host_waits() - waits
-            # entering an inner phase resets CUDA's peak counter, so that the outer phase has to take the inner maxima
+            # entering an inner phase resets CUDA's peak counter, so the outer phase must include the inner maxima
             inside = [gib for phase, gib in self._gib.items() if phase not in before]
             self._gib[gib_key] = max(_phase_gib(), self._gib.get(gib_key, 0.0), *inside)
 
@@ -187,7 +187,7 @@ class Phases:
 
 
 def peak_gib() -> float:
-    """Peak memory in GiB that this process has allocated on its GPU; without CUDA, its peak resident memory."""
+    """Peak GPU memory in GiB that this process has allocated; without CUDA, its peak resident memory."""
     return torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else peak_rss_gib()
 
 
@@ -202,7 +202,7 @@ def _phase_gib() -> float:
 
 def peak_rss_gib() -> float:
     """Peak resident memory of this process in GiB."""
-    # VmHWM where there is one: on Linux ru_maxrss is inherited over fork and exec, and starts at the parent's peak
+    # VmHWM if available: on Linux ru_maxrss is inherited over fork and exec, and starts at the parent's peak
     status = Path("/proc/self/status")
     if status.exists():
         lines = status.read_text().splitlines()

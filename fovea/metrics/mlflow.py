@@ -1,4 +1,4 @@
-"""MLflow as a tracker, at MLFLOW_TRACKING_URI: the one file that imports mlflow (extra: mlflow)."""
+"""MLflow as a tracker, at MLFLOW_TRACKING_URI; the only file that imports mlflow (extra: mlflow)."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ RUN_TAG = "fovea_run_id"
 PARAMS_PER_REQUEST, METRICS_PER_REQUEST = 100, 1000
 """Limits of one request (`mlflow.utils.validation`)."""
 MAX_PARAM_LENGTH = 6000
-"""Characters of a parameter's value, likewise."""
+"""Longest value of a parameter, in characters (also from `mlflow.utils.validation`)."""
 
 
 class MlflowTracker:
-    """An MLflow run with our id as its tag, which is continued where it exists.
+    """An MLflow run tagged with Fovea's run id; an existing run with that tag is continued.
 
-    Metrics that are not finite are left out, since MLflow stores infinity as the largest float, which flattens a curve.
+    Non-finite metrics are left out, since MLflow stores infinity as the largest float, which flattens a curve.
     """
 
     def __init__(self, *, experiment: str, run_name: str, run_id: str, goes_on: bool) -> None:
-        """Find or create the run; ConfigError for one that `goes_on` but is not there."""
+        """Find or create the run; ConfigError if it `goes_on` but does not exist."""
         self._client = _client()
         found = self._client.get_experiment_by_name(experiment)
         experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
         runs = self._client.search_runs([experiment_id], filter_string=f"tags.{RUN_TAG} = '{run_id}'")
         if goes_on and not runs:
             raise ConfigError(
-                f"log.mlflow_experiment={experiment}: {self._client.tracking_uri} has no run of this run folder, which "
-                "had sent steps; set MLFLOW_TRACKING_URI as before, or delete mlflow_run.json to send all steps to a "
+                f"log.mlflow_experiment={experiment}: {self._client.tracking_uri} has no run for this folder, which "
+                "has sent steps; set MLFLOW_TRACKING_URI as before, or delete mlflow_run.json to send all steps to a "
                 "new run"
             )
         tags = {RUN_TAG: run_id}
@@ -60,7 +60,7 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, params=params[start : start + PARAMS_PER_REQUEST])
 
     def write(self, step: int, metrics: Mapping[str, float], samples: Sequence[TrackedSample]) -> None:
-        # images first: sent a second time after a failure, they replace themselves, which metrics would not
+        # images first: if they are sent again after a failure they replace themselves, which metrics would not do
         for number, sample in enumerate(samples, start=1):
             place = f"samples/step-{step:06d}/{number}"
             self._client.log_image(self._run_id, sample.image, artifact_file=f"{place}.png")
@@ -77,7 +77,7 @@ class MlflowTracker:
 
 
 def _client() -> MlflowClient:
-    """The client of the store that MLFLOW_TRACKING_URI names; MissingExtraError for a database without its package."""
+    """A client for the store at MLFLOW_TRACKING_URI; MissingExtraError if the package for its database is missing."""
     try:
         return MlflowClient()
     except MlflowException as error:
@@ -90,7 +90,7 @@ def _client() -> MlflowClient:
 
 
 def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, object]]:
-    """The values of nested mappings by dotted key."""
+    """The values in nested mappings, by dotted key."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{above}{key}.")

@@ -1,4 +1,4 @@
-"""Definitions of all logged metrics (names.yaml): name, unit, meaning, and the range of a healthy run.
+"""Definitions of all logged metrics (names.yaml): name, unit, meaning, and the range in a healthy run.
 
 `python -m fovea.metrics.names` prints them as a page of the documentation.
 """
@@ -30,7 +30,7 @@ class Metric:
 
 
 def _read(file: Path) -> dict[str, tuple[Metric, ...]]:
-    """The metrics of a file by the title of their chapter; TypeError for a metric with a field too many or too few."""
+    """Read the metrics in a file, by chapter title; TypeError for a metric with an unknown or missing field."""
     chapters = yaml.safe_load(file.read_text(encoding="utf-8"))
     return {chapter["title"]: tuple(Metric(**row) for row in chapter["metrics"]) for chapter in chapters}
 
@@ -40,14 +40,14 @@ METRICS = tuple(metric for metrics in CHAPTERS.values() for metric in metrics)
 
 
 def definition_of(key: str) -> Metric | None:
-    """The definition of a key of metrics.jsonl; an exact name takes precedence over a family that matches too."""
+    """The definition of a key of metrics.jsonl; an exact name takes precedence over a matching family."""
     exact = (metric for metric in METRICS if metric.name == key)
     family = (metric for metric in METRICS if metric.pattern.fullmatch(key))
     return next(exact, None) or next(family, None)
 
 
 def undefined(keys: Iterable[str]) -> list[str]:
-    """The keys without a definition, sorted; `step` needs none."""
+    """The keys without a definition, sorted; `step` does not need one."""
     return sorted({key for key in keys if key != "step" and definition_of(key) is None})
 
 
@@ -77,12 +77,12 @@ def _row(metric: Metric) -> str:
 
 
 ROUNDING_NATS = 1e-9
-"""A KL of engine and trainer that is smaller throughout is float32's rounding, not a curve."""
+"""If the KL between engine and trainer stays below this, it is float32 rounding and not worth a curve."""
 
 
 def is_rounding(name: str, values: Iterable[float]) -> bool:
-    """True for values of a metric that are rounding errors throughout, and not worth a curve."""
-    # not below: what is not finite is not a rounding
+    """True if all values of a metric are rounding errors, which are not worth a curve."""
+    # non-finite values are not rounding errors: `<` is False for NaN
     return name == "mismatch/kl" and all(abs(value) < ROUNDING_NATS for value in values)
 
 

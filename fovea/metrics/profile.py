@@ -1,7 +1,7 @@
 """Profiling with `profile=true`: phase times of a few warm steps, then a torch profiler trace of one step.
 
-profile/trace.json.gz opens in chrome://tracing and Perfetto; profile/phases.txt holds the tables. One step is traced,
-because every operator is an event, some hundred thousand of them; the tracer slows small operators down.
+profile/trace.json.gz opens in chrome://tracing and Perfetto; profile/phases.txt holds the tables. Only one step is
+traced, because it has some hundred thousand operators, each of them an event. The tracer slows small operators down.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ PROFILE_FOLDER = "profile"
 TRACE_FILE = "trace.json.gz"
 PHASES_FILE = "phases.txt"
 WARM_STEPS = 3
-"""Steps skipped at the start of the process, while allocators and caches warm up."""
+"""Number of steps skipped at the start of the process, while allocators and caches warm up."""
 TIMED_STEPS = 3
 TOP_OPERATORS = 20
 FILE_WIDTH = 110
-# minimum width: rich wraps a title that is wider than its table
+# minimum width, because rich wraps a title that is wider than its table
 TABLE_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTime:
-    """Time and memory of one phase, means over the timed steps."""
+    """Time and memory of one phase, averaged over the timed steps."""
 
     name: str
     seconds: float
@@ -46,7 +46,7 @@ class PhaseTime:
 
 
 class StepProfile:
-    """Context manager around every step, and metric sink, that writes the profile once the traced step is over."""
+    """Context manager for every step and metric sink, which writes the profile after the traced step."""
 
     def __init__(
         self, run_dir: Path, *, start_step: int, max_steps: int, say: Callable[[RenderableType], None]
@@ -63,7 +63,7 @@ class StepProfile:
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Context of a step; runs the profiler in the traced one."""
+        """Context of a step, which runs the profiler if the step is the traced one."""
         if step != self._traced:
             yield
             return
@@ -111,7 +111,7 @@ def phase_times(rows: Sequence[Mapping[str, float]]) -> list[PhaseTime]:
     seconds = {name: mean for name, mean in _means(rows, "seconds/").items() if name not in BESIDE_STEPS}
     gib = _means(rows, "memory/", "_gib")
     whole = seconds.pop("step")
-    # a rollout that is drawn ahead runs beside the update, and what of it the step waits for is idle_update
+    # a rollout that is sampled ahead runs during the update; the time that the step waits for it is idle_update
     beside = ("data", "rollout", "idle_rollout") if "idle_update" in seconds else ()
     between = whole - sum(value for name, value in seconds.items() if name not in beside)
     ordered = sorted(seconds.items(), key=lambda item: -item[1])

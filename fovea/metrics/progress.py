@@ -25,15 +25,15 @@ from fovea_gym.utils.bounded import append_to
 from fovea_gym.utils.shown_text import printable, without_secrets
 
 UPDATE_EVERY_S = 0.5
-"""Shortest time between two updates: a front end draws each of them."""
+"""Shortest time between two updates, each of which a front end has to draw."""
 MAX_POINTS = 300
-"""Points of the curve; of longer runs every second, fourth, ... step is kept."""
+"""Largest number of points in the curve; longer runs keep every second, fourth, ... step."""
 WIDTH_PX, HEIGHT_PX = 420, 90
 CURVE = "reward"
 
 
 class Publisher(Protocol):
-    """Shows or updates an output in a notebook: `display_pub` of an IPython shell."""
+    """Shows or updates an output in a notebook, as `display_pub` of an IPython shell does."""
 
     def publish(
         self, data: Mapping[str, str], *, transient: Mapping[str, str] | None = None, update: bool = False
@@ -41,15 +41,15 @@ class Publisher(Protocol):
 
 
 def notebook_publisher() -> Publisher | None:
-    """The publisher of the notebook that this process is the kernel of; None for all other processes."""
-    ipython: Any = sys.modules.get("IPython")  # a kernel has imported it
+    """The publisher of the notebook whose kernel is this process; None in all other processes."""
+    ipython: Any = sys.modules.get("IPython")  # a kernel has already imported it
     shell = ipython.get_ipython() if ipython is not None else None
     publisher: Publisher | None = getattr(shell, "display_pub", None) if hasattr(shell, "kernel") else None
     return publisher
 
 
 class NotebookDisplay:
-    """One output of a cell with the step, the figures, the time left and the curve of the reward."""
+    """An output of a notebook cell with the step, its figures, the time left and the reward curve."""
 
     def __init__(self, publisher: Publisher, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._publisher, self._total_steps, self._clock = publisher, total_steps, clock
@@ -61,12 +61,12 @@ class NotebookDisplay:
         self._stride = 1
 
     def stage(self, text: str) -> None:
-        """Show work before, between or after the steps."""
+        """Show what the run does before, between or after the steps."""
         self._stage = text
         self._show()
 
     def step(self, step: int, metrics: Mapping[str, float], figures: Mapping[str, str], time_left: str) -> None:
-        """Show a finished step by its formatted figures, and its reward in the curve."""
+        """Show the formatted figures of a finished step, and its reward in the curve."""
         self._stage, self._step, self._figures, self._time_left = "", step, figures, time_left
         reward = metrics.get(CURVE, math.nan)
         if step % self._stride == 0 and math.isfinite(reward):
@@ -77,7 +77,7 @@ class NotebookDisplay:
         self._show()
 
     def close(self) -> None:
-        """Show the last state, without what was going on."""
+        """Show the final state."""
         self._stage = ""
         self._shown_at = -math.inf
         self._show()
@@ -103,7 +103,7 @@ class NotebookDisplay:
         return f"step {self._step:,}/{self._total_steps:,}"
 
     def _curve(self) -> str:
-        """The reward of each step as a line of SVG, with its lowest and highest value; empty before the second."""
+        """The reward of each step as an SVG line, with its lowest and highest value; empty before the second step."""
         if len(self._points) < 2:
             return ""
         steps, rewards = zip(*self._points, strict=True)
@@ -124,11 +124,11 @@ class NotebookDisplay:
 
 CONSOLE_FILE = "console.txt"
 FILE_WIDTH = 110
-"""Characters of a line of a table; other lines are not broken."""
+"""Width of a table in characters; other lines are not broken."""
 
 
 class ConsoleFile:
-    """Appends what is printed to a file, which is open only meanwhile."""
+    """Appends printed text to a file, which is open only while it writes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -139,14 +139,15 @@ class ConsoleFile:
         """Append text or a table."""
         with self._console.capture() as captured:
             self._console.print(renderable, soft_wrap=soft_wrap)
-        # a copy of what the terminal shows: where the disk is full, metrics.jsonl ends the run, and says so
+        # this is only a copy of what the terminal shows; on a full disk, writing metrics.jsonl ends the run with an
+        # error
         with suppress(OSError), append_to(self._path) as file:
             file.write(captured.get().encode("utf-8", "replace").decode("utf-8"))
 
 
 LINE_EVERY_S = 5.0
 LINES_PER_RUN = 10
-"""Smallest number of plain lines in a run, for runs too fast for one every LINE_EVERY_S."""
+"""Smallest number of plain lines in a run that is too fast for a line every LINE_EVERY_S."""
 SMOOTHING = 0.1
 """Weight of the newest step in the moving average of the seconds per step."""
 
@@ -154,8 +155,8 @@ SMOOTHING = 0.1
 class Progress:
     """A context manager around a run: `with Progress(...) as progress: progress.step(1, metrics)`.
 
-    With `enabled=False` nothing is printed, not even by `print`, but for the lines of `warn`, which then go to stderr.
-    `transcript` is a file that gets the plain lines in any case. `clock` returns seconds.
+    With `enabled=False` nothing is printed, not even by `print`, except the lines of `warn`, which then go to stderr.
+    `transcript` is a file that always gets the plain lines. `clock` returns seconds.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Progress:
         self._plain = [_PlainLines(each, clock, total_steps) for each in plain if each is not None]
 
     def stage(self, text: str) -> None:
-        """Show work before, between or after the steps by a text such as `warm-up 125/800  loss 0.41`."""
+        """Show what the run does before, between or after steps, by a text such as `warm-up 125/800  loss 0.41`."""
         text = printable(without_secrets(text))
         self._stage = Spinner("dots", Text(text))
         for lines in self._plain:
@@ -212,7 +213,7 @@ class Progress:
             self._notebook.step(step, metrics, self._figures, self._time_left())
 
     def print(self, renderable: RenderableType) -> None:
-        """Print above the live display; a string as it is, without rich's markup or line breaks."""
+        """Print above the live display; a string is printed unchanged, without rich's markup or line breaks."""
         is_line = isinstance(renderable, str)
         shown = Text(printable(without_secrets(renderable))) if isinstance(renderable, str) else renderable
         self._console.print(shown, soft_wrap=is_line)
@@ -220,7 +221,7 @@ class Progress:
             self._file.print(shown, soft_wrap=is_line)
 
     def warn(self, text: str) -> None:
-        """Print a line on what a run did in place of what was asked for, whether there is a display or not."""
+        """Print a line about something that a run did differently than asked, whether there is a display or not."""
         self.print(text)
         if self._console.quiet:
             print(printable(without_secrets(text)), file=sys.stderr, flush=True)
@@ -257,14 +258,14 @@ class Progress:
         return "  ".join(self._figures.values())
 
     def _time_left(self) -> str:
-        # rich's own estimate would count evaluations and checkpoints as steps, and has none after the first step
+        # rich's own estimate would include evaluations and checkpoints, and is not available after the first step
         if self._step_seconds is None:
             return ""
         return f"{_duration(self._step_seconds * (self._total_steps - self._step))} left"
 
 
 class _PlainLines:
-    """The stages and steps that get a separate line where there is no live display."""
+    """Prints some of the stages and steps as separate lines, where there is no live display."""
 
     def __init__(self, console: Console | ConsoleFile, clock: Callable[[], float], total_steps: int) -> None:
         self._console = console
@@ -294,7 +295,7 @@ class _PlainLines:
 
 
 def _figures(step: int, metrics: Mapping[str, float]) -> dict[str, str]:
-    """Formatted figures of a step by metric name; a dev reading has its step, since it stays until the next one."""
+    """Formatted figures of a step by metric name; dev accuracy shows its step, since it stays until the next one."""
     formats: dict[str, Callable[[float], str]] = {
         "reward": lambda value: f"reward {value:.3f}",
         "groups/without_signal_frac": lambda value: f"signal {1 - value:.0%}",

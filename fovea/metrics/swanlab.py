@@ -1,4 +1,4 @@
-"""SwanLab as a tracker: the one file that imports swanlab (extra: swanlab)."""
+"""SwanLab as a tracker; the only file that imports swanlab (extra: swanlab)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ except ModuleNotFoundError as error:
 
 
 class SwanlabTracker:
-    """A SwanLab run with the given id, which is continued where it exists.
+    """A SwanLab run with the given id; an existing run is continued.
 
-    Metrics that are not finite are left out. With SWANLAB_MODE=offline each attempt of a run is a folder in swanlog/,
-    all of the same id, which `swanlab sync` joins on the server.
+    Non-finite metrics are left out. With SWANLAB_MODE=offline each attempt of a run is a folder in swanlog/; all of
+    them have the same id, and `swanlab sync` joins them on the server.
     """
 
     def __init__(self, run_dir: Path, *, project: str, run_id: str) -> None:
@@ -34,7 +34,7 @@ class SwanlabTracker:
                 id=run_id,
                 resume="allow",
                 log_dir=str(run_dir / "swanlog"),
-                # its record of the terminal would be of the live display
+                # its copy of the terminal output would contain the live display
                 settings=swanlab.Settings(terminal={"proxy_type": "none"}),
             )
         except (RuntimeError, ValueError) as error:

@@ -1,6 +1,6 @@
 """Throughput of a step and model FLOPs utilisation (MFU) of its update.
 
-FLOPs come from the policy (`update_tflop`): they are counted from the model's sizes, images included, not from kernels.
+FLOPs come from the policy (`update_tflop`): they are computed from the model's sizes, including images, not measured.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ DENSE_BF16_TFLOPS: Mapping[str, float] = {
     "RTX 4090": 165.2,  # Ada architecture paper, appendix A: float32 sums
     "RTX 3090": 71,  # Ampere GA102 architecture paper, appendix A: float32 sums
 }
-"""Dense bfloat16 tensor-core peak in TFLOP/s (NVIDIA's data sheets, without 2:4 sparsity), by words of the device name
+"""Dense bfloat16 tensor-core peak in TFLOP/s (NVIDIA's data sheets, without 2:4 sparsity), by words in the device name
 that CUDA reports."""
-# a device name with one of these words is another product than the one in the table, or a slice of it
+# a device name with one of these words is a different product than the one in the table, or a slice of it
 SLOWER_SIBLINGS = {"laptop", "d", "ti", "mig", "max"}
 
 
 def known_peak_tflops(device_name: str) -> float | None:
-    """Peak TFLOP/s of a device by its CUDA name ("NVIDIA H100 80GB HBM3"); None for one that is not in the table."""
+    """Peak TFLOP/s of a device by its CUDA name ("NVIDIA H100 80GB HBM3"); None if it is not in the table."""
     # whole words, so that "A10" does not match an A100
     words = set(re.split(r"[\s-]+", device_name.lower()))
     if words & SLOWER_SIBLINGS:
@@ -49,7 +49,7 @@ def known_peak_tflops(device_name: str) -> float | None:
 
 
 def rates(groups: Sequence[Group], metrics: Mapping[str, float], peak_tflops: float | None) -> Metrics:
-    """Completions and tokens per second of the step; TFLOP/s of the update, and its MFU where the peak is known."""
+    """Completions and tokens per second of the step; TFLOP/s of the update, and its MFU if the peak is known."""
     episodes = [episode for group in groups for episode in group.episodes]
     tokens = sum(episode.num_action_tokens for episode in episodes)
     found = {

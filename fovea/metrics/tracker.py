@@ -1,4 +1,4 @@
-"""Experiment trackers (TensorBoard, W&B, MLflow, SwanLab): their protocol, and what all of them are sent."""
+"""Experiment trackers (TensorBoard, W&B, MLflow, SwanLab): their protocol, and the data that they receive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from PIL.Image import Image
 from fovea_gym.utils.shown_text import printable
 
 MAX_NAME_LENGTH = 240
-"""Of a metric; MLflow allows 250 characters."""
+"""Longest metric name; MLflow allows 250 characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedSample:
-    """An image that the policy was shown, with the text under it."""
+    """An image that the policy was shown, with a caption."""
 
     image: Image
     caption: str
@@ -28,36 +28,36 @@ class TrackedSample:
 
 
 class Tracker(Protocol):
-    """A connection to one run of a tracker. Each method may raise anything; only the making of it ends a new run."""
+    """A connection to one run of a tracker. Any method may raise any error; only a failed connection ends a new run."""
 
     def begin(self, settings: Mapping[str, object]) -> None:
-        """Keep the settings, nested mappings; called once in the life of a run, before its first step."""
+        """Store the settings (nested mappings); called once per run, before its first step."""
 
     def write(self, step: int, metrics: Mapping[str, float], samples: Sequence[TrackedSample]) -> None:
-        """Keep the metrics, which may be NaN or infinite, and the samples of a step."""
+        """Store the metrics, which may be NaN or infinite, and the samples of a step."""
 
     def close(self) -> None:
-        """End the connection when all is sent."""
+        """Close the connection once everything is sent."""
 
 
 @runtime_checkable
 class ConnectsTracker(Protocol):
-    """Settings of a tracker in another package, which connect to it."""
+    """Settings of a tracker in another package, with a method to connect to it."""
 
     def connect(self, run_dir: Path, run_id: str) -> Tracker:
-        """Connect to the tracker's run `run_id`, which goes on if the tracker has it; `run_dir` is the run folder."""
+        """Connect to the tracker's run `run_id`, which continues if it exists; `run_dir` is the run folder."""
         ...
 
 
 def readable(text: str) -> str:
-    """Text of rows and models as every tracker can store it: valid Unicode, without control characters."""
+    """Clean text of rows and models for trackers: valid Unicode without control characters."""
     return printable(text).encode(errors="replace").decode()
 
 
 def plain_name(name: str) -> str:
-    """The name of a metric as MLflow and SwanLab take it: letters, digits, `_ . - /` and spaces, a path within itself.
+    """A metric name that MLflow and SwanLab accept: a relative path of letters, digits, `_ . - /` and spaces.
 
-    A name that changes gets a hash of what it was, so that no two become one.
+    A name that has to change gets a hash of the original, so that two names never become the same.
     """
     plain = re.sub(r"[^\w.\-/ ]", "_", name)[:MAX_NAME_LENGTH]
     plain = "/".join(part.strip(" .") for part in posixpath.normpath(plain).split("/")).strip("/") or "_"

@@ -1,4 +1,4 @@
-"""The sink that feeds an experiment tracker, over all attempts of a run and failures of the tracker (docs/runs.md)."""
+"""The sink for an experiment tracker, which survives restarts of the run and failures of the tracker (docs/runs.md)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fovea_gym.utils.shown_text import without_secrets
 PAUSE_SECONDS = 60.0
 """Shortest pause between two attempts to reach a tracker that has failed."""
 PAUSE_PER_ATTEMPT = 10.0
-"""Length of that pause in units of the failed attempt, so that a server that times out costs a tenth of a run."""
+"""Length of that pause relative to the failed attempt, so that a server that times out costs a tenth of a run."""
 
 
 class TrackedRun:
     """Id of a run at a tracker and the last step that the tracker has, kept in a file of the run folder.
 
-    A run that goes on continues them; another one begins with a separate id and step 0. Without a file nothing is
-    kept, for trackers that take back the steps after a checkpoint by themselves.
+    A continued run reuses them; a new run starts with a new id and step 0. Without a file nothing is kept, for trackers
+    that can remove the steps after a checkpoint themselves.
     """
 
     def __init__(self, file: Path | None, *, goes_on: bool, last_step: int = 0) -> None:
@@ -41,10 +41,10 @@ class TrackedRun:
                 kept = json.loads(read_file(file, within=file.parent))
                 self.id, self.last_step = str(kept["id"]), int(kept["last_step"])
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-                raise DataError(f"{file} names no run of a tracker ({error!r}); delete it to begin one") from error
+                raise DataError(f"{file} names no tracker run ({error!r}); delete it to start a new one") from error
 
     def has(self, step: int) -> None:
-        """Keep that the tracker has all steps up to this one."""
+        """Record that the tracker has all steps up to this one."""
         self.last_step = step
         if self._file is not None:
             content = {"id": self.id, "last_step": step}
@@ -52,10 +52,10 @@ class TrackedRun:
 
 
 class TrackerSink:
-    """Sends the steps of a run to a tracker, each once over all attempts of the run.
+    """Sends each step of a run to a tracker exactly once, over all attempts of the run.
 
-    A tracker that fails is warned of once, and tried again after a pause; the metrics of the steps between are then
-    sent from metrics.jsonl, without their samples.
+    If the tracker fails, a warning is printed once and the tracker is tried again after a pause; the metrics of the
+    missed steps are then sent from metrics.jsonl, without samples.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class TrackerSink:
         self._retry_at = -float("inf")
 
     def open(self) -> Tracker:
-        """The tracker, which is connected to first if it is not yet; raises FoveaError."""
+        """Return the tracker, after connecting to it if necessary; raises FoveaError."""
         if self._tracker is None:
-            fix = "make it reachable, or leave that setting out"
+            fix = "make it reachable, or remove that setting"
             with named(lambda error: TrackerError(f"{self._setting}: {first_line(error)}; {fix}")):
                 tracker = self._connect()
                 if not self._run.last_step:
@@ -89,12 +89,12 @@ class TrackerSink:
         return self._tracker
 
     def write(self, step: int, metrics: Mapping[str, float], samples: Sequence[TrackedSample] = ()) -> None:
-        """Send a step, and what was missed before it, unless the tracker has it or has just failed."""
+        """Send a step and any missed earlier steps, unless the tracker has it already or has just failed."""
         if step > self._run.last_step and self._clock() >= self._retry_at:
             self._attempt(lambda: self._send(step, metrics, samples))
 
     def close(self) -> None:
-        """Send what is missing, and close the tracker."""
+        """Send all missing steps, and close the tracker."""
         self._attempt(self._finish)
 
     def _attempt(self, call: Callable[[], None]) -> None:
@@ -109,8 +109,8 @@ class TrackerSink:
                 self._failing = True
                 reason = without_secrets(str(error))
                 self._warn(
-                    f"{self._setting}: failed after step {self._run.last_step} ({reason}); the run goes on, "
-                    f"{self._run_dir} has all of it, and the tracker is tried again now and then, or with resume=auto"
+                    f"{self._setting}: failed after step {self._run.last_step} ({reason}); the run continues, "
+                    f"{self._run_dir} has all metrics, and the tracker is tried again later, or with resume=auto"
                 )
         else:
             if self._failing:
@@ -140,7 +140,7 @@ class TrackerSink:
 
 
 class TensorBoardTracker:
-    """Writer of event files; those of the steps after `resume_step` (0: a new run) are taken back."""
+    """Writer of TensorBoard event files; events after `resume_step` (0: a new run) are discarded."""
 
     def __init__(self, folder: Path, *, resume_step: int = 0) -> None:
         # TensorBoard discards events of the interrupted run from purge_step on
@@ -161,5 +161,5 @@ class TensorBoardTracker:
 
 
 def _literal(text: str) -> str:
-    """Markdown that shows the text as it is: TensorBoard would load the images that a model links in its answer."""
+    """Markdown that shows the text unchanged: TensorBoard would load images that a model links in its answer."""
     return "\n".join(f"    {line}" for line in text.split("\n"))

@@ -10,15 +10,15 @@ from fovea.types import Episode, Metrics, SampledTurn
 from fovea_gym.types import Message, Turn
 
 NUMBERED_TURNS = 9
-"""Turns with separate metrics; all later ones share those of `10+`, so that long episodes add no more names."""
+"""Number of turns with separate metrics; later turns share those of `10+`, so that the number of names is limited."""
 NAMED_TOOLS = 20
-"""Tools with a metric in a step, the most called first; the calls of the others are counted together."""
+"""Number of tools with a metric in a step, the most called first; calls of the others are counted together."""
 OTHER_TOOLS = "other"
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """Metrics of the turns of a step's episodes, of which some have several."""
+    """Metrics of the turns in a step's episodes, some of which have several turns."""
     numbers = [len(episode.turns) for episode in episodes]
     replies = [turn for episode in episodes for turn in episode.turns[1:]]
     return {
@@ -34,7 +34,7 @@ def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
 
 
 def _by_number(episodes: Sequence[Episode]) -> Metrics:
-    """Means over the first turns of all episodes, over the second ones, and so on."""
+    """Means over the first turns of all episodes, over the second turns, and so on."""
     values: dict[str, list[float]] = defaultdict(list)
     entropies: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
@@ -49,17 +49,17 @@ def _by_number(episodes: Sequence[Episode]) -> Metrics:
 
 
 def _of_environment(replies: Sequence[Turn]) -> Metrics:
-    """The share of an environment's replies that say that an answer could not be read; none without replies."""
+    """Share of an environment's replies that report an unreadable answer; no metric without replies."""
     messages = [message for turn in replies for message in turn.messages if message.role != "tool"]
     return {"turns/unread_frac": _mean([message.failed for message in messages])} if messages else {}
 
 
 def _of_tools(messages: Sequence[Message], num_episodes: int) -> Metrics:
-    """Calls by tool that gave a result, per episode, and the share of all calls that failed; none without calls."""
+    """Successful calls per episode of each tool, and the share of all calls that failed; no metrics without calls."""
     results = [message for message in messages if message.role == "tool"]
     if not results:
         return {}
-    # by successful calls: those that fail may bear any name, since a model wrote it
+    # only successful calls: failed ones may have any name, since a model wrote it
     calls = Counter(message.tool for message in results if not message.failed)
     most_first = sorted(filter(_TOOL_NAME.fullmatch, calls), key=lambda tool: (-calls[tool], tool))
     named = {tool: calls[tool] for tool in most_first[:NAMED_TOOLS]}

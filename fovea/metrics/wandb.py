@@ -1,4 +1,4 @@
-"""Weights & Biases as a tracker: the one file that imports wandb (extra: wandb)."""
+"""Weights & Biases as a tracker; the only file that imports wandb (extra: wandb)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
 
 
 class WandbTracker:
-    """A W&B run with the given id, which is continued where it exists."""
+    """A W&B run with the given id; an existing run is continued."""
 
     def __init__(self, run_dir: Path, *, project: str, run_id: str) -> None:
         try:
@@ -29,7 +29,7 @@ class WandbTracker:
                 f"log.wandb_project={project}: {first_line(error)}; run `wandb login`, set WANDB_API_KEY, or set "
                 "WANDB_MODE=offline to log only on this machine"
             ) from error
-        # our own `step` as x axis: W&B's step counter only grows, also where a run is continued
+        # Fovea's `step` is the x axis, because W&B's step counter only grows, even when a run is resumed
         self._run.define_metric("*", step_metric="step")
 
     def begin(self, settings: Mapping[str, object]) -> None:

@@ -23,7 +23,7 @@ CRITIC_RATE_OVER_POLICY = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWSettings:
-    """Settings of AdamW and of its learning rate, for the weights that have one optimizer."""
+    """Settings of AdamW and of its learning-rate schedule, for the weights of one optimizer."""
 
     peak_rate: float
     warmup_steps: int
@@ -37,7 +37,7 @@ class AdamWSettings:
 
     @staticmethod
     def of_run(train: Train, *, max_steps: int, peak_rate: float | None = None) -> AdamWSettings:
-        """Settings of RL; `peak_rate` for weights with a separate one."""
+        """Settings for RL; `peak_rate` replaces train.learning_rate for weights with a separate rate."""
         return AdamWSettings(
             peak_rate=train.learning_rate if peak_rate is None else peak_rate,
             warmup_steps=train.lr_warmup_steps,
@@ -52,13 +52,13 @@ class AdamWSettings:
 
     @staticmethod
     def of_critic(critic: Critic, train: Train, *, max_steps: int) -> AdamWSettings:
-        """Settings of PPO's value function."""
+        """Settings for PPO's value function."""
         peak_rate = critic.learning_rate or CRITIC_RATE_OVER_POLICY * train.learning_rate
         return AdamWSettings.of_run(train, max_steps=max_steps, peak_rate=peak_rate)
 
     @staticmethod
     def of_warmup(warmup: Warmup) -> AdamWSettings:
-        """Settings of supervised fine-tuning."""
+        """Settings for supervised fine-tuning."""
         return AdamWSettings(
             peak_rate=warmup.learning_rate,
             warmup_steps=warmup.lr_warmup_steps,
@@ -73,7 +73,7 @@ class AdamWSettings:
 
     def rate(self, step: int) -> float:
         """Learning rate of step 0, 1, ...: linear warm-up, then `schedule` down to `final_frac` times the peak."""
-        # from the first step on above 0, which would be a step for nothing
+        # above 0 from the first step on: a step with a rate of 0 would change nothing
         rise = min(1.0, (step + 1) / max(self.warmup_steps, 1))
         if self.schedule == "constant":
             return self.peak_rate * rise
@@ -87,8 +87,9 @@ def make_adamw(
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a learning rate of 0, to be set before every step.
 
-    Matrices decay, LoRA's two and a value head's among them. Vectors do not: they are biases, and scales of norms,
-    which decay would draw to 0. `rate_ratios` are learning rates of parameters relative to the optimizer's; default: 1.
+    Weight decay applies to matrices, including those of LoRA and of a value head. It does not apply to vectors, which
+    are biases and norm scales that it would pull towards 0. `rate_ratios` are learning rates of parameters relative to
+    the optimizer's (default: 1).
     """
     groups: dict[tuple[bool, float], list[Tensor]] = {}
     for parameter, ratio in zip(parameters, rate_ratios or [1.0] * len(parameters), strict=True):
@@ -101,6 +102,6 @@ def make_adamw(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of an optimizer of `make_adamw`: each group's is `rate` times its ratio."""
+    """Set the learning rate of an optimizer from `make_adamw`: each group gets `rate` times its ratio."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group[RATE_RATIO]

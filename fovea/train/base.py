@@ -1,4 +1,4 @@
-"""The policy as the driver awaits it, its optimizers, and the records of both."""
+"""Interfaces of the policy and its optimizers, and the records that their calls use."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Needs:
     masked_logprobs: bool = False
     values: bool = False
     beside_engine: bool = False
-    """The engine is awake: passes are over one group at a time, and no limit is lowered where memory runs out."""
+    """The engine is awake: passes run over one group at a time, and the limit stays if memory runs out."""
 
     @staticmethod
     def of(algorithm: Algorithm, *, dropout: bool = False) -> Needs:
         """The inputs that need a pass before the update; those that the update recomputes anyway are left out.
 
-        Left out are old log-probs where the first step is on-policy or they are the engine's, and reference log-probs
-        where the KL term is off.
-        With `dropout` the update recomputes none: what it scores is not the policy that sampled.
+        Old log-probs are left out where the first step is on-policy or where they are the engine's, and reference
+        log-probs where the KL term is off. With `dropout` the update cannot recompute old log-probs, because dropout
+        changes the policy that sampled.
         """
         return Needs(
             # with one optimizer step per epoch the first epoch passes over every sample before the weights change, so
@@ -62,21 +62,20 @@ class ModelFacts:
     """Product name of the GPU; None on a CPU."""
     parameters: tuple[ParameterCount, ...]
     num_saved: int = 0
-    """Parameters that a checkpoint holds with the moments of their optimizer: those under training, and those of a
-    value function."""
+    """Number of parameters that a checkpoint holds with their optimizer moments, including a value function's."""
     num_workers: int = 1
-    """Processes that train, each on a separate device."""
+    """Number of training processes, each on a separate device."""
 
 
 class Policy(Protocol):
     """The model under training, in one process or many, as seen by the driver.
 
-    Each process of it has a `train.update.TrainedPolicy`, whose methods of these names do the work; all processes make
-    the same calls in the same order. Only `finish_save` may overlap other calls.
+    Each of its processes has a `train.update.TrainedPolicy`, whose methods of these names do the work; all processes
+    make the same calls in the same order. Only `finish_save` may overlap other calls.
     """
 
     async def compute_logprobs(self, batch: Batch, needs: Needs) -> Batch:
-        """Add the old and reference log-probs and values that are needed to the samples of a batch."""
+        """Add the required old and reference log-probs and values to the samples of a batch."""
         ...
 
     async def update(self, batch: Batch) -> Metrics:
@@ -88,7 +87,7 @@ class Policy(Protocol):
         ...
 
     async def snapshot_reference(self) -> None:
-        """Make the present weights the start of RL: the reference of the KL term, master weights and critic copy them.
+        """Make the current weights the start of RL: copy them to the KL reference, the master weights and the critic.
 
         Called once, after the warm-up.
         """
@@ -97,12 +96,12 @@ class Policy(Protocol):
     async def save(self, folder: Path) -> None:
         """Copy the state from which `load` resumes bit for bit, and begin to write it into an existing folder.
 
-        All workers see the folder; each writes its part while training goes on. Followed by `finish_save`.
+        All workers must see the folder; each writes its part while training continues. `finish_save` must follow.
         """
         ...
 
     async def finish_save(self) -> None:
-        """Wait until all that `save` began to write is on disk; OSError where it could not be written.
+        """Wait until everything that `save` began to write is on disk; OSError if it could not be written.
 
         Other calls may be made meanwhile, but no second `save`.
         """
@@ -113,18 +112,18 @@ class Policy(Protocol):
         ...
 
     async def limit_microbatches(self, max_tokens: int) -> None:
-        """Begin with micro-batches of at most `max_tokens` and without the engine's activations beside them.
+        """Start with micro-batches of at most `max_tokens`, and free the memory that the engine keeps between rollouts.
 
-        For a run that is resumed after memory ran out.
+        For a run that is resumed after it ran out of memory.
         """
         ...
 
     async def export(self, folder: Path) -> None:
-        """Write a Hugging Face model folder: the present weights, adapters merged, and their config."""
+        """Write a Hugging Face model folder: the current weights with adapters merged, and their config."""
         ...
 
     def describe(self) -> ModelFacts:
-        """Devices and parameter counts."""
+        """Return devices and parameter counts."""
         ...
 
     async def close(self) -> None:
@@ -133,14 +132,14 @@ class Policy(Protocol):
 
 
 CALLS = frozenset(name for name, member in vars(Policy).items() if inspect.iscoroutinefunction(member))
-"""The calls of a policy, which are forwarded to its processes by name."""
+"""Names of the policy's calls, which are forwarded to its processes."""
 
 
 class PolicyOptimizer(Protocol):
-    """The optimizer of the policy or of its value function, as an update and supervised fine-tuning use it."""
+    """The optimizer of the policy or of its value function, for updates and supervised fine-tuning."""
 
     def set_rate(self, step: int) -> float:
-        """Set the learning rate for step 0, 1, ... of the run; returns it."""
+        """Set and return the learning rate for step 0, 1, ... of the run."""
         ...
 
     def zero_grad(self) -> None:
@@ -148,13 +147,13 @@ class PolicyOptimizer(Protocol):
         ...
 
     def make_moments(self) -> None:
-        """Allocate the moments, where there are none yet."""
+        """Allocate the moments if they do not exist yet."""
         ...
 
     def clip(self) -> Tensor:
-        """The norm [] of the gradient before it is clipped, here or in `step`; the same on all ranks."""
+        """Return the gradient norm [] before clipping, which happens here or in `step`; it is the same on all ranks."""
         ...
 
     def step(self) -> None:
-        """Take a step by the clipped gradient."""
+        """Take a step with the clipped gradient."""
         ...

@@ -1,4 +1,4 @@
-"""The policy in this process, or this process's share of one, for a driver that awaits its calls."""
+"""Asynchronous calls to the policy in this process, or to this process's part of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fovea.train.base import CALLS, ModelFacts
 from fovea.train.schedule import ImagesByRank
 from fovea_gym.utils.event_loop import BackgroundLoop, in_background
 
-if TYPE_CHECKING:  # imports peft, which a driver without a policy of its own does without
+if TYPE_CHECKING:  # imports peft, which a driver whose policy is in other processes does not need
     from fovea.train.update import TrainedPolicy
 
 
@@ -24,20 +24,20 @@ class Caller(Protocol):
 
 
 async def call_here(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Make the call on the event loop's own thread, and block it meanwhile.
+    """Call the function on the thread of the event loop, which is blocked until it returns.
 
-    For a process in which nothing else has work while the policy computes: torch's autograd and thread settings belong
-    to the thread that made them.
+    For a process that has nothing else to do while the policy computes: torch's autograd and thread settings belong to
+    the thread that made them.
     """
     return function(*arguments)
 
 
 class CallerThread:
-    """One thread for all calls, in their order, so that the event loop goes on meanwhile."""
+    """Makes all calls in order on one separate thread, while the event loop continues."""
 
     def __init__(self, name: str) -> None:
         self._loop = BackgroundLoop(name)
-        # torch's current GPU is that of a thread
+        # torch has a current GPU for each thread
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -50,9 +50,9 @@ class CallerThread:
 
 
 class LocalPolicy:
-    """The policy in this process, or this process's share of one, as the driver awaits it (`Policy`).
+    """A `Policy` for the driver: the policy in this process, or this process's part of it.
 
-    Calls are forwarded by name; only `finish_save` never blocks the event loop.
+    Calls are forwarded by name. `finish_save` is the only one that never blocks the event loop.
     """
 
     def __init__(self, trained: TrainedPolicy, call: Caller = call_here) -> None:
@@ -65,11 +65,11 @@ class LocalPolicy:
         return partial(self._call, getattr(self.trained, name))
 
     async def finish_save(self) -> None:
-        # on a thread, unlike the others: it waits for files while this one computes
+        # on a background thread, unlike the other calls: it waits for files while this thread computes
         await asyncio.wrap_future(in_background(self.trained.finish_save, "checkpoint is awaited"))
 
     def images_by_rank(self) -> ImagesByRank:
-        """The images that each process needs for the next call; all processes return the same."""
+        """Return the images that each process needs for the next call; the result is the same on all processes."""
         return self.trained.images_by_rank()
 
     def describe(self) -> ModelFacts:

@@ -1,7 +1,7 @@
 """Loss of a micro-batch, and the results of the passes over a minibatch.
 
-The formula comes first, then its terms. A pass returns what it has measured; `PassResult.of` reads that for all
-micro-batches at once.
+The formula comes first, then its terms. A pass returns its measurements on the device; `PassResult.of` reads those of
+all micro-batches at once.
 
 Axes: `A` action tokens of a micro-batch.
 """
@@ -30,11 +30,11 @@ from fovea.utils.host_waits import awaited
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of one micro-batch by one model, still on its device and without a graph."""
+    """Measurements of one micro-batch by one model, still on the device and detached from the graph."""
 
     micro: MicroBatch
     finite: Tensor
-    """True if the loss is a finite number, []."""
+    """True if the loss, and all log-probs that were given, are finite, []."""
     sums: Mapping[str, Tensor]
     """Sums over the actions for the metrics (`train.update_metrics`), [] each."""
     logprobs_A: Tensor | None = None
@@ -43,17 +43,17 @@ class Measured:
 
 
 def policy_loss(scores: TokenScores, micro: MicroBatch, algorithm: Algorithm, scale: float) -> tuple[Tensor, Measured]:
-    """`scale` times the loss of a micro-batch, with that of a value head, and its measurements.
+    """Return `scale` times the loss of a micro-batch, including that of a value head, and its measurements.
 
     The losses of all micro-batches add up to the loss of an optimizer step. Actions are weighted by `micro.weights_A`,
-    which refer to the whole batch: `scale` is the number of its groups over that of the minibatch's.
+    which refer to the whole batch: `scale` is the batch's number of groups divided by the minibatch's.
     """
     loss, sums = _policy_terms(scores, micro, algorithm)
     if scores.values_A is not None:
         value_loss_term, value_sums = _value_terms(scores.values_A, micro, algorithm)
         loss, sums = loss + value_loss_term, sums | value_sums
-    # a non-finite log-prob of the engine means that it drew a token of probability 0: an error even where the loss does
-    # not read it
+    # a non-finite log-prob of the engine means that it sampled a token of probability 0: an error even where the loss
+    # does not read it
     finite = torch.stack([loss, *(given_A.sum() for given_A in micro.given_logprobs)]).isfinite().all()
     sums |= {"loss": scale * loss, "policy_loss": scale * sums["policy_loss"]}
     sums |= {"actions": torch.full_like(loss, len(micro.weights_A), dtype=torch.float64)}
@@ -69,7 +69,7 @@ def policy_loss(scores: TokenScores, micro: MicroBatch, algorithm: Algorithm, sc
 def value_model_loss(
     values_A: Tensor, micro: MicroBatch, algorithm: Algorithm, scale: float
 ) -> tuple[Tensor, Measured]:
-    """`scale` times the loss of a separate value model, and its measurements."""
+    """Return `scale` times the loss of a separate value model, and its measurements."""
     loss, sums = _value_terms(values_A, micro, algorithm)
     sums |= {"loss": scale * loss}
     return scale * loss, Measured(
@@ -80,7 +80,7 @@ def value_model_loss(
 def _policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy loss [], and sums over the actions."""
     logprobs_A = scores.logprobs_A
-    # on the first on-policy step the present policy is the old one: detached, so that the ratio is 1 with a gradient
+    # on the first on-policy step the current policy is the old one: detached, so that the ratio is 1 with a gradient
     old_A = logprobs_A.detach() if micro.old_logprobs_A is None else micro.old_logprobs_A
     policy = _ratio_loss(logprobs_A, old_A, micro, settings)
     loss_A = policy.loss_A
@@ -90,7 +90,7 @@ def _policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) -
         "clip_frac/low": policy.clipped_low_A.sum(),
         "clip_frac/high": policy.clipped_high_A.sum(),
         "ratio_mean": policy.ratio_A.sum(),
-        # k3 is an expectation over samples of its first argument, and the old policy drew the actions
+        # k3 expects samples from the distribution of its first argument, and the actions are the old policy's samples
         "kl/policy": k3(old_A, logprobs_A.detach()).sum(),
     }
     # weights for the difference between the engine's distribution and the trainer's
@@ -115,7 +115,7 @@ def _policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) -
         if isinstance(settings.kl, KlInLoss):
             estimate = ESTIMATORS[settings.kl.estimator]
             loss_A = loss_A + settings.kl.coef * estimate(logprobs_A, micro.reference_logprobs_A)
-    # masked pictures
+    # term for masked pictures
     if micro.masked_logprobs_A is not None:
         sums["picture/dependence"] = k3(logprobs_A, micro.masked_logprobs_A).detach().sum()
         loss_A = loss_A + _masked_pictures_term(logprobs_A, micro.masked_logprobs_A, settings)
@@ -140,9 +140,9 @@ def _ratio_loss(logprobs_A: Tensor, old_A: Tensor, micro: MicroBatch, settings: 
 
 
 def _masked_pictures_term(logprobs_A: Tensor, masked_logprobs_A: Tensor, settings: Algorithm) -> Tensor:
-    """The term of a masked view; vppo's weights are in the advantages already."""
+    """The loss term for masked pictures; the weights of VPPO are already in the advantages."""
     augmentation = settings.augmentation
-    assert augmentation is not None, "log-probs on masked pictures, but no term of them"
+    assert augmentation is not None, "log-probs on masked pictures were given, but algorithm.augmentation is not set"
     return masked_pictures_loss(
         logprobs_A,
         masked_logprobs_A,
@@ -153,11 +153,11 @@ def _masked_pictures_term(logprobs_A: Tensor, masked_logprobs_A: Tensor, setting
 
 
 def _value_terms(values_A: Tensor, micro: MicroBatch, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
-    """The value loss [], with the weights of the policy loss, and sums over the actions."""
+    """The value loss [], weighted like the policy loss, and sums over the actions."""
     settings = algorithm.critic
     assert settings is not None, "a value loss needs a value function (algorithm.advantage=gae)"
-    assert micro.values_A is not None, "it needs the values from before the update"
-    assert micro.returns_A is not None, "and the returns"
+    assert micro.values_A is not None, "a value loss needs the values from before the update"
+    assert micro.returns_A is not None, "a value loss needs the returns"
     terms = value_loss(values_A, micro.values_A, micro.returns_A, clip=settings.value_clip)
     loss = settings.value_coef * (micro.weights_A * terms.loss_A).sum()
     return loss, {"value_loss": terms.loss_A.detach().sum(), "value_clip_frac": terms.clipped_A.sum()}
@@ -174,15 +174,16 @@ class PassResult:
     logprobs: Sequence[tuple[MicroBatch, Tensor]]
     """Each micro-batch of this rank with its log-probs [A]."""
     sums: Mapping[str, float]
-    """Sums for the metrics (`train.update_metrics`), of all ranks."""
+    """Sums for the metrics (`train.update_metrics`), over all ranks."""
     bad_tasks: Sequence[str]
-    """Ids of tasks with a non-finite number, of all ranks."""
+    """Ids of tasks with a non-finite number, on all ranks."""
 
     @staticmethod
     def of(measured: Sequence[Measured], ranks: Ranks, reused: Mapping[str, float] | None = None) -> PassResult:
-        """The result of these measurements and of those of all other ranks, so that every rank decides alike.
+        """Merge these measurements with those of all other ranks, so that every rank makes the same decisions.
 
-        `reused` are further sums of this rank. All are copied to the host at once, which waits for a GPU at each copy.
+        `reused` are further sums of this rank. All numbers are copied to the host at once, since each copy waits for
+        the GPU.
         """
         on_device = [number.double() for each in measured for number in (each.finite, *each.sums.values())]
         numbers = iter(awaited(torch.stack(on_device)).tolist() if on_device else ())
@@ -199,7 +200,7 @@ class PassResult:
         total: dict[str, float] = {}
         for sums_of_rank, _, _ in of_ranks:
             _add(total, sums_of_rank)
-        # without a number that is at fault, all tasks of micro-batches with a non-finite loss are named
+        # if no single number is at fault, all tasks of the micro-batches with a non-finite loss are named
         bad = [task for _, tasks, _ in of_ranks for task in tasks] or [task for *_, tasks in of_ranks for task in tasks]
         return PassResult(
             logprobs=[(each.micro, each.logprobs_A) for each in measured if each.logprobs_A is not None],
@@ -209,12 +210,12 @@ class PassResult:
 
     @property
     def policy_kl(self) -> float:
-        """KL divergence from the policy before the update to the present one, per action."""
+        """KL divergence from the policy before the update to the current one, per action."""
         return self.sums.get("kl/policy", 0.0) / max(self.sums.get("actions", 0.0), 1.0)
 
 
 def _tasks_at_fault(measured: Measured) -> tuple[list[str], list[str]]:
-    """Ids of the tasks of a micro-batch with a non-finite log-prob, value or return, and of all its tasks."""
+    """Ids of the micro-batch's tasks with a non-finite log-prob, value or return, and the ids of all its tasks."""
     micro = measured.micro
     of_network = (measured.logprobs_A, measured.values_A)
     given = (*micro.given_logprobs, micro.values_A, micro.returns_A, *of_network)
@@ -230,13 +231,13 @@ def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 ROUNDING = 1e-5
-"""Relative, of a sum of some float32 numbers."""
+"""Relative rounding error of a sum of a few float32 numbers."""
 
 
 def precomputed_loss_gradients(micro: MicroBatch, algorithm: Algorithm, scale: float) -> LossGradients | None:
-    """Derivatives of `scale` times the policy loss of a micro-batch by log-probs and entropies [U].
+    """Derivatives of `scale` times a micro-batch's policy loss with respect to log-probs and entropies [U].
 
-    None where the derivative of an action depends on the log-probs of others, which are not all known before the loss.
+    None if the derivative of an action depends on the log-probs of others, which are not all known before the loss.
     """
     if not can_precompute_gradients(algorithm, on_policy=micro.old_logprobs_A is None):
         return None
@@ -253,18 +254,18 @@ def precomputed_loss_gradients(micro: MicroBatch, algorithm: Algorithm, scale: f
 
 
 def _rounding(micro: MicroBatch, scale: float) -> Tensor | float:
-    """Derivatives of equal completions are one sum, in which advantages may cancel."""
+    """Rounding error of the derivatives: those of equal completions are summed, and their advantages may cancel."""
     assert micro.advantages_A is not None, "a policy loss needs advantages (`advantages.with_advantages`)"
     weighed_A = micro.weights_A * micro.advantages_A
-    # a rank without a separate group runs a micro-batch of no actions
+    # a rank without a group runs a micro-batch without actions
     return ROUNDING * scale * weighed_A.abs().max() if len(weighed_A) else 0.0
 
 
 def can_precompute_gradients(algorithm: Algorithm, *, on_policy: bool) -> bool:
     """True if the loss of an action depends only on its own log-prob.
 
-    `on_policy`: the old log-probs are those of the pass itself. Importance ratios are 1 then, and what is a constant
-    otherwise, weights from old log-probs, depends on the pass.
+    With `on_policy`, the old log-probs are those of the pass itself. Importance ratios are then 1, and weights that are
+    made from old log-probs depend on the pass instead of being constants.
     """
     by_token = algorithm.loss.couples_tokens in (("never", "off-policy") if on_policy else ("never",))
     weighed_by_completion = algorithm.importance_sampling_fix and algorithm.importance_sampling_level != "token"

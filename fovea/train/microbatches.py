@@ -1,7 +1,7 @@
 """Micro-batches of one rank, of a size that fits the memory, and their results in the order of the batch.
 
-The largest size is halved when an allocation fails. Before that, memory beside the passes is freed that the engine in
-this process keeps for its next rollout only.
+The largest size is halved when an allocation fails. Before that, memory is freed that the engine in this process keeps
+only for its next rollout.
 
 Axes: `A` actions of a micro-batch, `T` tokens of a completion.
 """
@@ -46,20 +46,20 @@ class MicrobatchLimit:
     def __init__(self, train: Train, ranks: Ranks) -> None:
         self.max_tokens = train.max_tokens_per_microbatch
         self.groups_per_row = train.groups_per_microbatch
-        """Groups of a micro-batch under train.enable_dynamic_batch_size=false."""
+        """Groups per micro-batch with train.enable_dynamic_batch_size=false."""
         self.free_memory: Callable[[], bool] = lambda: False
-        """Frees what the engine in this process keeps for its next rollout; returns False where that is nothing."""
+        """Frees what the engine in this process keeps for its next rollout; returns False if nothing was freed."""
         self._train = train
         self._ranks = ranks
         self._halvings = 0
         self._ran_out = False
-        """Memory has run out in this run: passes begin without what can be freed beside them."""
+        """True once memory has run out in this run: the engine's memory is then freed before all passes."""
 
     def fit(self, passes: Callable[[], Result], groups: Sequence[SampleGroup], cost: Cost) -> Result:
-        """Run passes over micro-batches of these groups; as long as memory runs out, halve the limit and begin again.
+        """Run passes over micro-batches of these groups; whenever memory runs out, halve the limit and start again.
 
-        OutOfMemoryError where no smaller limit can help. Among several ranks none can begin again by itself, since the
-        others wait in collectives: MicrobatchMemoryError.
+        OutOfMemoryError if no smaller limit can help. MicrobatchMemoryError with several ranks: one of them cannot
+        start again while the others wait in collectives.
         """
         while True:
             try:
@@ -71,9 +71,9 @@ class MicrobatchLimit:
             _free_unreachable()
 
     def with_all_memory(self, passes: Callable[[], Result]) -> Result:
-        """Run passes; if memory runs out, free what is beside them, for the rest of the run, and begin again.
+        """Run passes; if memory runs out, free the engine's memory for the rest of the run, and start again.
 
-        Among several ranks MicrobatchMemoryError, as in `fit`, with the same limit.
+        MicrobatchMemoryError with several ranks, as in `fit`, but with the limit unchanged.
         """
         if self._ran_out:
             self.free_memory()
@@ -89,7 +89,8 @@ class MicrobatchLimit:
     def beside_engine(self, passes: Callable[[], Result], groups: Sequence[SampleGroup]) -> Result:
         """Run passes without gradients while the engine is awake, over one group at a time.
 
-        OutOfMemoryError if memory runs out nevertheless. The limit stays: an update, whose engine sleeps, has more.
+        OutOfMemoryError if memory runs out even so. The limit stays, since an update has more memory: the engine sleeps
+        then.
         """
         fix = "lower the memory of the engine (rollout.engine) or model.max_pixels"
 
@@ -97,12 +98,12 @@ class MicrobatchLimit:
             with self._one_group_at_a_time(groups):
                 return passes()
 
-        # around it: what is noted for the next attempt is the limit of the run, not that of these passes
-        with memory_for("scoring beside an engine that is awake", fix):
+        # outside of the block with the lower limit: an error reports the limit of the run for the next attempt
+        with memory_for("scoring while the engine is awake", fix):
             return self.with_all_memory(one_group_at_a_time)
 
     def lower(self, max_tokens: int) -> None:
-        """Begin with the limit with which an earlier process of the run ended, since memory ran out there."""
+        """Start with the limit that an earlier process of the run chose when it ran out of memory."""
         self.max_tokens = min(self.max_tokens, max_tokens)
         self._ran_out = True
 
@@ -121,17 +122,17 @@ class MicrobatchLimit:
             self.max_tokens, self.groups_per_row = before
 
     def _note_freed(self, error: BaseException) -> None:
-        """Print once that the engine's memory is freed from here on."""
+        """Warn once that the engine's memory is freed from now on; with several ranks raise MicrobatchMemoryError."""
         freed = "the KV cache that the engine kept for its next rollout"
         fix = "lower rollout.engine.max_batch_tokens to keep it and its CUDA graphs"
         if self._ranks.size > 1:
             raise MicrobatchMemoryError(
-                f"memory ran out on rank {self._ranks.rank} beside {freed}, and the other ranks wait for this one; "
-                f"resume=auto frees it before every update (max_restarts does so by itself); {fix}",
+                f"memory ran out on rank {self._ranks.rank} next to {freed}, and the other ranks wait for this one; "
+                f"resume=auto frees it before every update (max_restarts resumes automatically); {fix}",
                 self.max_tokens,
             ) from error
         if not self._ran_out:
-            LOG.warning("memory ran out beside %s, which is freed before every update from here on; %s", freed, fix)
+            LOG.warning("memory ran out next to %s, which is freed before every update from now on; %s", freed, fix)
         self._ran_out = True
 
     def _halve(self, groups: Sequence[SampleGroup], cost: Cost, error: BaseException) -> None:
@@ -140,10 +141,10 @@ class MicrobatchLimit:
             raise OutOfMemoryError(
                 f"memory ran out in a micro-batch of train.groups_per_microbatch={train.groups_per_microbatch} groups; "
                 "lower it, or set train.enable_dynamic_batch_size=true, which splits groups and halves "
-                "train.max_tokens_per_microbatch by itself"
+                "train.max_tokens_per_microbatch when needed"
             ) from error
         longest = unsplittable_tokens(groups)
-        # a limit above all that there is would give the same single row again
+        # a limit above the total would give the same single row again
         largest = min(before, int(sum(map(cost.of, groups))))
         if largest <= longest:
             raise OutOfMemoryError(
@@ -156,7 +157,7 @@ class MicrobatchLimit:
             raise MicrobatchMemoryError(
                 f"memory ran out on rank {ranks.rank} in a micro-batch of {before} tokens at most "
                 f"(train.max_tokens_per_microbatch={train.max_tokens_per_microbatch}), and the other ranks wait for "
-                f"this one; resume=auto goes on with {smaller} at most (max_restarts does so by itself)",
+                f"this one; resume=auto continues with at most {smaller} (max_restarts resumes automatically)",
                 smaller,
             ) from error
         self.max_tokens = smaller
@@ -164,7 +165,7 @@ class MicrobatchLimit:
 
 
 def _free_unreachable() -> None:
-    """Free the tensors of passes that failed; called behind the handler, whose traceback holds them."""
+    """Free the tensors of passes that failed; called after the exception handler, whose traceback holds them."""
     gc.collect()
     return_freed_memory()
     if torch.cuda.is_available():
@@ -177,7 +178,7 @@ class MicroBatcher:
     def __init__(
         self, vlm: PolicyNetwork, train: Train, ranks: Ranks, limit: MicrobatchLimit, *, shards_tower: bool
     ) -> None:
-        """`vlm` tells the family, the banned ids, the device and what is trained; it is not run."""
+        """`vlm` gives the family, banned ids, device and trained parts; it is not run."""
         self.assignment = RowAssignment(
             train=train,
             cost=cost_of(vlm),
@@ -193,8 +194,8 @@ class MicroBatcher:
     def micro_batches(self, groups: Sequence[SampleGroup], only: SampleGroup | None = None) -> list[MicroBatch]:
         """Micro-batches of this rank's share of the groups; all ranks have the same number of them.
 
-        With `only`, they hold that one of the groups only, each part of it on the rank that has its pixels.
-        TrainError where an action is a banned token, as it may be in samples that no engine of ours drew.
+        With `only`, they hold only that group, each part of it on the rank that has its pixels. TrainError if an action
+        is a banned token, which samples from other engines may contain.
         """
         if not groups:
             return []
@@ -209,7 +210,7 @@ class MicroBatcher:
         return micro_batches(self._vlm.family, mine, like, self._vlm.device)
 
     def balance(self, minibatches: Sequence[Sequence[SampleGroup]]) -> Metrics:
-        """Balance of the work (`RowAssignment.balance`), mean over the minibatches."""
+        """Balance of the work (`RowAssignment.balance`), averaged over the minibatches."""
         found = [self.assignment.balance(groups, self._microbatch_tokens(groups)) for groups in minibatches]
         return {key: float(np.mean([each[key] for each in found])) for key in found[0]}
 
@@ -219,7 +220,7 @@ class MicroBatcher:
 
 def cost_of(vlm: PolicyNetwork) -> Cost:
     """Cost model of a training pass of this model, with features of a frozen vision tower and projector cached."""
-    # a projector that is trained behind a frozen tower needs forward passes of the tower only
+    # a trained projector after a frozen tower needs only forward passes of the tower
     passes = training_passes(
         lora=bool(lora_layers(vlm)), trains_vision=vlm.trains_tower, features_cached=not vlm.trains_vision
     )
@@ -231,7 +232,7 @@ def in_batch_order(
 ) -> list[NDArray[np.float32]]:
     """Scatter per-action values [A] of micro-batches into one array [T] per sample, in the order of the batch.
 
-    Includes the micro-batches of all ranks. Tokens that are not actions have 0.
+    Includes the micro-batches of all ranks. Tokens that are not actions get 0.
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.token_ids_T) for sample in samples]
@@ -239,7 +240,7 @@ def in_batch_order(
     values = np.zeros(sum(lengths), dtype=np.float32)
     found = list(scored)
     numbers = [number for micro, _ in found for number in micro.sample_numbers]
-    # all of them in one copy: the host waits for a GPU at each
+    # in one copy, since the host waits for the GPU at each copy
     joined = awaited(torch.cat([values_A for _, values_A in found])).cpu() if found else torch.zeros(0)
     parts = joined.split([length for micro, _ in found for length in micro.lengths])
     for number, part in zip(numbers, parts, strict=True):

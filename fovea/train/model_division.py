@@ -1,4 +1,4 @@
-"""Checks that a model and the processes that train it can be divided as the settings of Megatron say."""
+"""Checks that a model and its training processes can be divided as the Megatron settings require."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from fovea.config.backends import MegatronBackend
 from fovea_gym.errors import ConfigError
 
 MIXTURE = "qwen3_vl_moe"
-"""The `model_type` with experts."""
+"""The supported `model_type` with experts."""
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", MIXTURE)
-"""The `model_type`s that Megatron's bridge and Fovea's passes have been compared with transformers for."""
+"""The `model_type`s for which Megatron's bridge and Fovea's passes have been compared with transformers."""
 
 
 def check_processes(settings: MegatronBackend, size: int) -> None:
-    """ConfigError where so many training processes cannot be divided by the settings."""
+    """ConfigError if the settings cannot divide `size` training processes evenly."""
     tensor, pipeline = settings.tensor_parallel_size, settings.pipeline_parallel_size
     if size % (tensor * pipeline):
         raise ConfigError(
             f"train.backend: tensor_parallel_size={tensor} times pipeline_parallel_size={pipeline} does not divide the "
-            f"number of training processes, {size}; start a multiple of {tensor * pipeline}, or lower one of them"
+            f"number of training processes, {size}; start a multiple of {tensor * pipeline}, or lower one of the two"
         )
     experts = settings.expert_parallel_size
     if size % (experts * pipeline):
@@ -30,7 +30,7 @@ def check_processes(settings: MegatronBackend, size: int) -> None:
 
 
 def check_division(family: str, text: Any, settings: MegatronBackend) -> None:
-    """ConfigError where the model cannot be divided so: evenly, by the config of its language model."""
+    """ConfigError if the settings cannot divide the language model evenly; `text` is its config."""
     tensor, pipeline = settings.tensor_parallel_size, settings.pipeline_parallel_size
     check_experts(family, settings)
     divided = {
@@ -48,7 +48,7 @@ def check_division(family: str, text: Any, settings: MegatronBackend) -> None:
 
 
 def check_experts(family: str, settings: MegatronBackend) -> None:
-    """ConfigError where there are no experts to divide, or each GPU of a tensor group would have all of them."""
+    """ConfigError if there are no experts to divide, or if each GPU of a tensor group would hold all of them."""
     tensor, experts = settings.tensor_parallel_size, settings.expert_parallel_size
     if family != MIXTURE:
         if experts > 1:
@@ -58,7 +58,7 @@ def check_experts(family: str, settings: MegatronBackend) -> None:
         return
     if tensor > 1 and (experts % tensor or not settings.sequence_parallel):
         raise ConfigError(
-            f"train.backend.tensor_parallel_size={tensor}, but a {family} is split so only with its tokens and experts "
-            f"divided among the same GPUs; set train.backend.sequence_parallel=true and "
+            f"train.backend.tensor_parallel_size={tensor}, but a {family} needs its tokens and experts divided among "
+            f"the same GPUs; set train.backend.sequence_parallel=true and "
             f"train.backend.expert_parallel_size to a multiple of {tensor}, or tensor_parallel_size to 1"
         )

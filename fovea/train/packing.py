@@ -1,6 +1,6 @@
 """Tensors of packed rows and micro-batches, made from the assignment in `fovea.train.row_assignment`.
 
-Axes: `N` tokens of a row, `A` actions of a row, `U` those of its unequal completions, `L` tokens of a
+Axes: `N` tokens of a row, `A` actions of a row, `U` actions of its distinct completions, `L` tokens of a
 prompt, `T` tokens of a completion.
 """
 
@@ -27,7 +27,7 @@ class MicroBatch:
 
     row: PackedRow
     weights_A: Tensor
-    """Weight of each action's loss in the loss of the step."""
+    """Weight of each action in the loss of the step."""
     rollout_logprobs_A: Tensor
     advantages_A: Tensor | None
     """None in a pass that computes log-probs or values only."""
@@ -55,7 +55,7 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """One micro-batch for each row.
 
-    `like` is any sample of the batch: it tells which optional fields a row without samples (a dummy) has.
+    `like` is any sample of the batch: a row without samples (a dummy) gets the same optional fields.
     """
     return [_pack(family, row, like, device) for row in rows]
 
@@ -64,7 +64,7 @@ def _pack(family: ModelFamily, slices: RowSlices, like: Sample, device: torch.de
     groups = [each.group for each in slices]
     samples = [sample for group in groups for sample in group.samples]
     lengths = [sample.num_actions for sample in samples]
-    # one selection per field of the row, not one per sample and field: these are Python's time in a step
+    # select once per field, not once per sample and field, which would dominate Python's time in a step
     is_action_N = np.concatenate([_NO_MASK, *(sample.mask_T for sample in samples)])
 
     def joined(field: Field) -> Tensor | None:
@@ -123,7 +123,7 @@ def pack_conversations(
     continuations: Sequence[Sequence[CompletionTokens]],
     device: torch.device,
 ) -> PackedRow:
-    """Packed row of prompts, each followed by its unequal continuations."""
+    """Packed row of prompts, each followed by its distinct continuations."""
     unequal, computed_A = _unequal(continuations)
     tokens: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
@@ -139,11 +139,12 @@ def pack_conversations(
         start += prompt.num_tokens
         last_of_prompt = start - 1
         for answer in answers:
-            length = len(answer.token_ids_T) - 1  # the last token is predicted, and predicts nothing
+            length = len(answer.token_ids_T) - 1  # the last token predicts nothing
             tokens.append(answer.token_ids_T[:-1])
             positions.append(family.positions(answer.token_ids_T[:-1], answer.images, next_position)[0])
             images.extend(answer.images)
-            # the hidden state of a token predicts the next one, and that of the prompt's last token the first action
+            # the hidden state of a token predicts the next token; the first action is predicted by the prompt's last
+            # token
             predictors_T = np.arange(start - 1, start + length)
             predictors_T[0] = last_of_prompt
             hidden_index.append(predictors_T)
@@ -153,7 +154,7 @@ def pack_conversations(
         [[len(answer.token_ids_T) - 1 for answer in answers] for answers in unequal],
     )
     not_sent = [image.key for image in images if not image.tensors]
-    assert not not_sent, f"the pixels of {len(not_sent)} of {len(images)} images of a row are with another rank"
+    assert not not_sent, f"the pixels of {len(not_sent)} of {len(images)} images of a row are on another rank"
     of_row = [answer for answers in unequal for answer in answers]
     is_action_N = np.concatenate([_NO_MASK, *(answer.mask_T for answer in of_row)])
     token_ids_N, hidden_index_U = np.concatenate(tokens), np.concatenate(hidden_index)[is_action_N]
@@ -177,7 +178,7 @@ def pack_conversations(
 def _unequal(
     continuations: Sequence[Sequence[CompletionTokens]],
 ) -> tuple[list[list[CompletionTokens]], NDArray[np.int64]]:
-    """The unequal continuations of each prompt, and for each action of all of them its index among those of these."""
+    """The distinct continuations of each prompt, and the index of every action among the actions of these."""
     unequal: list[list[CompletionTokens]] = []
     computed: list[NDArray[np.int64]] = [_NO_IDS]
     start = 0
@@ -202,7 +203,7 @@ def _joined(
     """Per-token field of the samples at their actions, [A]; None if the samples of the batch lack the field."""
     arrays = [array_T for sample in samples if (array_T := field(sample)) is not None]
     given = field(like) is not None
-    assert len(arrays) == given * len(samples), f"{len(arrays)} of {len(samples)} samples have a per-token field"
+    assert len(arrays) == given * len(samples), f"only {len(arrays)} of {len(samples)} samples have a per-token field"
     return _tensor(np.concatenate([_NONE, *arrays])[is_action_N], device) if given else None
 
 

@@ -1,7 +1,7 @@
-"""Collective communication between the ranks of a policy, apart from that of weights and gradients (FSDP2).
+"""Collective communication between the ranks of a policy, except for weights and gradients (FSDP2).
 
-Every rank makes the same calls with the same batch, so that each derives the assignment of work by itself. Only results
-that a single rank has (sums, task ids, log-probs of its own rows) are exchanged.
+Every rank makes the same calls with the same batch and computes the assignment of work without communication. Only
+results that a single rank has (sums, task ids, log-probs of its own rows) are exchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Ranks:
     mesh: DeviceMesh | None = None
     """One-dimensional mesh of all ranks; None for a single process."""
     replicated: DeviceMesh | None = None
-    """Mesh [replicas, ranks of a replica] of the same ranks; None where there is one replica."""
+    """Mesh [replicas, ranks of a replica] of the same ranks; None with a single replica."""
 
     @staticmethod
     def of_process_group(
@@ -41,9 +41,9 @@ class Ranks:
     ) -> Ranks:
         """The first `size` ranks of torch.distributed's default group, with weights on `device` ("cpu" or "cuda").
 
-        Consecutive ranks are a replica. All processes of the group must make this call; what it returns in those beyond
-        `size` is not for use. `timeout` is that of collective calls among some ranks of the group (default: torch's
-        own); those among all have the group's. ConfigError if the replicas would not be of the same number of ranks.
+        Consecutive ranks form a replica. All processes of the group must make this call; those beyond `size` must not
+        use the result. `timeout` applies to collective calls among some ranks of the group (default: torch's); calls
+        among all ranks have the group's timeout. ConfigError if the replicas would differ in their number of ranks.
         """
         size = dist.get_world_size() if size is None else size
         check_replicas(replicas, size)
@@ -57,7 +57,7 @@ class Ranks:
 
     @property
     def weights_mesh(self) -> DeviceMesh | None:
-        """Mesh over which weights are sharded along the last axis, and replicated along the first of two."""
+        """Mesh over which weights are sharded along the last axis, and replicated along the first if there are two."""
         return self.mesh if self.replicated is None else self.replicated
 
     @property
@@ -81,7 +81,7 @@ class Ranks:
         """Merge arrays in which every rank has filled different elements and left 0 elsewhere."""
         if self.mesh is None:
             return values
-        # adding zeros is exact, so that an all-reduce is a merge
+        # adding zeros is exact, so an all-reduce merges the arrays
         summed = torch.from_numpy(values).to(self.mesh.device_type)
         dist.all_reduce(summed, group=self.mesh.get_group())
         return awaited(summed).cpu().numpy()
@@ -91,7 +91,7 @@ class Ranks:
         self.run_on_each(action if self.is_first else _nothing)
 
     def run_on_each(self, action: Callable[[], None]) -> None:
-        """Run an action that may fail on some ranks; if it does, all ranks raise instead of waiting for ever."""
+        """Run an action that may fail on some ranks; if one fails, all ranks raise instead of waiting forever."""
         if self.mesh is None:
             return action()
         error: Exception | None = None
@@ -116,7 +116,7 @@ class Ranks:
 
 
 def check_replicas(replicas: int, num_ranks: int) -> None:
-    """ConfigError unless the ranks can be divided into so many groups of equal size."""
+    """ConfigError unless the ranks can be divided into `replicas` groups of equal size."""
     if num_ranks % replicas:
         fitting = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
         raise ConfigError(
@@ -134,8 +134,8 @@ def _nothing() -> None:
 
 
 def _mesh(device: str, ranks: Tensor, names: tuple[str, ...], timeout: timedelta | None) -> DeviceMesh | None:
-    """Mesh of these ranks, with a process group for each line along each axis; None in a process that is not in it."""
-    # torch's init_device_mesh would leave its groups torch's own timeout
+    """Mesh of these ranks, with a process group for each line along each axis; None in a process outside of it."""
+    # torch's init_device_mesh would give its groups torch's default timeout
     lines = [ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]) for axis in range(ranks.ndim)]
     groups = [_group_of_mine(each.tolist(), timeout) for each in lines]
     if dist.get_rank() not in ranks:
@@ -144,7 +144,7 @@ def _mesh(device: str, ranks: Tensor, names: tuple[str, ...], timeout: timedelta
 
 
 def _group_of_mine(lines: list[list[int]], timeout: timedelta | None) -> Any:
-    """The process group of the line of ranks that has this one."""
+    """The process group of the line of ranks that contains this rank."""
     if len(lines[0]) == dist.get_world_size():
         return dist.group.WORLD
     mine, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)

@@ -6,9 +6,9 @@ only: every rank computes the assignment of all ranks without communication.
 The cost of a group is its training FLOPs in units of one text token through the decoder's linear layers: 1 for each
 token, plus attention to earlier tokens, the head, and images that are encoded.
 
-Ranks with sharded weights enter every layer together: in a micro-batch all wait for the rank with the most vision work,
-and then for the one with the most text. Rows of all ranks are therefore filled at once, with text and vision balanced
-apart, and rows that are alike run side by side.
+Ranks with sharded weights enter every layer together: in each micro-batch, all of them wait for the rank with the most
+vision work and then for the rank with the most text. The rows of all ranks are therefore filled together, with text and
+vision balanced separately, and similar rows run at the same time.
 
 Axes: `R` bins (rows, or ranks), 2 = cost of text and of vision.
 """
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class CompletionTokens(Protocol):
-    """Tokens behind a prompt, as the network reads them."""
+    """Tokens after a prompt, as the network reads them."""
 
     @property
     def token_ids_T(self) -> NDArray[np.int64]: ...
@@ -51,7 +51,7 @@ C = TypeVar("C", bound=CompletionTokens)
 
 
 def distinct(continuations: Sequence[C]) -> tuple[list[C], list[int]]:
-    """The first of each set of equal continuations of one prompt, and the index of each continuation's among them."""
+    """The distinct continuations of one prompt, and the index among them for each given continuation."""
     places: dict[Hashable, int] = {}
     firsts: list[C] = []
     index: list[int] = []
@@ -64,7 +64,7 @@ def distinct(continuations: Sequence[C]) -> tuple[list[C], list[int]]:
 
 
 def _key(each: CompletionTokens) -> Hashable:
-    # the mask, too: only actions have log-probs
+    # the mask belongs to the key: only actions have log-probs
     return each.token_ids_T.tobytes(), each.mask_T.tobytes(), tuple(image.key for image in each.images)
 
 
@@ -74,7 +74,7 @@ class GroupSlice:
 
     group: SampleGroup
     first_sample: int
-    """Index in the batch of the first sample; the others follow it there."""
+    """Index of the first sample in the batch; the other samples follow it."""
 
     @property
     def sample_numbers(self) -> range:
@@ -106,12 +106,12 @@ class Cost:
         return self.flops(group) / (self.work.token * self.passes.linear)
 
     def vision(self, group: SampleGroup) -> float:
-        """The part of the cost that is the vision tower's; 0 where features are cached."""
+        """The vision tower's part of the cost; 0 if features are cached."""
         later = (image for sample in distinct(group.samples)[0] for image in sample.images)
         return self.work.images((*group.prompt.images, *later), self.passes) / (self.work.token * self.passes.linear)
 
     def flops(self, group: SampleGroup) -> float:
-        """FLOPs of a group, with one pass over the prompt for all its samples, and one over equal samples."""
+        """FLOPs of a group; the prompt is counted once for all samples, and equal samples are counted once."""
         prompt = group.prompt
         total = self.work.prompt(prompt.num_tokens, prompt.images, self.passes)
         for sample in distinct(group.samples)[0]:
@@ -134,8 +134,8 @@ def slice_groups(groups: Sequence[SampleGroup], max_tokens: int | None = None) -
 def pack_by_cost(slices: Sequence[GroupSlice], cost: Cost, max_tokens: int) -> list[RowSlices]:
     """Pack groups into micro-batches under `max_tokens`, balancing cost longest-processing-time-first.
 
-    The budget is one of cost, which is at least the number of tokens. A slice whose cost by itself exceeds it gets a
-    row to itself.
+    `max_tokens` limits the cost of a row, which is at least its number of tokens. A slice above it gets a row to
+    itself.
     """
     costs = [cost.of(each.group) for each in slices]
     return [[slices[index] for index in row] for row in balanced_bins(costs, max_tokens)]
@@ -151,7 +151,7 @@ def balanced_bins(costs: Sequence[float], budget: float) -> list[list[int]]:
 
     A cost above the budget gets a bin to itself.
     """
-    # no fewer bins can hold the sum; adding one at a time ends, at the latest, with one cost to each bin
+    # start with the fewest bins that can hold the sum; the loop ends, at the latest, with one cost per bin
     num_rows = min(len(costs), math.ceil(sum(costs) / budget))
     while True:
         rows = _longest_first(costs, num_rows)
@@ -166,7 +166,7 @@ def _longest_first(costs: Sequence[float], num_rows: int) -> list[list[int]]:
     The largest row costs at most 4/3 of the optimum.
     """
     rows: list[list[int]] = [[] for _ in range(num_rows)]
-    # a heap of (cost so far, row): ties go to the lower row on every rank alike
+    # a heap of (cost so far, row): ties go to the lower row, so every rank gets the same result
     cheapest = [(0.0, row) for row in range(num_rows)]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         total, row = cheapest[0]
@@ -200,7 +200,7 @@ def _split(whole: GroupSlice, max_tokens: int) -> list[GroupSlice]:
                 f"not fit train.max_tokens_per_microbatch={max_tokens}; set it to at least {prompt_tokens + tokens}, "
                 "or lower rollout.max_new_tokens"
             )
-        # a sample that equals one of the part takes no tokens
+        # a sample that equals one in the part takes no tokens
         if parts[-1] and number not in in_part and size + tokens > max_tokens:
             parts.append([])
             size, in_part = prompt_tokens, set()
@@ -212,7 +212,7 @@ def _split(whole: GroupSlice, max_tokens: int) -> list[GroupSlice]:
 
 
 def rows_by_cost(slices: Sequence[GroupSlice], cost: Cost, num_ranks: int, max_tokens: int) -> list[list[RowSlices]]:
-    """Rows of each rank under a budget of cost, as few as that needs; a slice above it gets a row to itself."""
+    """The fewest rows per rank whose cost is within `max_tokens`; a slice above it gets a row to itself."""
     if num_ranks == 1:
         return [pack_by_cost(slices, cost, max_tokens)]
     parts = [_parts(each, cost) for each in slices]
@@ -251,7 +251,7 @@ def align_ranks(rows_of_ranks: Sequence[Sequence[RowSlices]], dummy: GroupSlice)
 
 
 def slices_of(group: SampleGroup, rows_of_ranks: Sequence[Sequence[RowSlices]]) -> list[list[RowSlices]]:
-    """The rows of each rank with the slices of one group only."""
+    """The rows of each rank, reduced to the slices of one group."""
     kept = [
         [[each for each in row if each.group.samples[0] in group.samples] for row in rows] for rows in rows_of_ranks
     ]
@@ -259,9 +259,9 @@ def slices_of(group: SampleGroup, rows_of_ranks: Sequence[Sequence[RowSlices]]) 
 
 
 def imbalance(rows_of_ranks: Sequence[Sequence[RowSlices]], cost: Cost) -> float:
-    """Work of the slowest rank, in each micro-batch and apart for vision and text, over the mean of all ranks.
+    """Work of the slowest rank over the mean of all ranks, where vision and text of each micro-batch count separately.
 
-    1 if no rank ever waits for another. The ranks have as many rows each (`align_ranks`).
+    1 if no rank ever waits for another. All ranks must have the same number of rows (`align_ranks`).
     """
     parts = [[_row_parts(row, cost) for row in rows] for rows in rows_of_ranks]
     together = list(zip(*parts, strict=True))
@@ -271,7 +271,7 @@ def imbalance(rows_of_ranks: Sequence[Sequence[RowSlices]], cost: Cost) -> float
 
 
 def unevenness(rows_of_ranks: Sequence[Sequence[RowSlices]], cost: Cost) -> float:
-    """Cost of the dearest row over the mean of all rows of all ranks: 1 where all micro-batches are filled alike."""
+    """Cost of the most expensive row over the mean of all ranks' rows; 1 if all micro-batches cost the same."""
     costs = [sum(_row_parts(row, cost)) for rows in rows_of_ranks for row in rows]
     return max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0
 
@@ -294,7 +294,7 @@ def _sums(parts: Sequence[Parts]) -> Parts:
 
 
 def _assign(parts: Sequence[Parts], num_bins: int) -> list[list[int]]:
-    """Indices by bin: the dearest first, each into the bin where the largest text and vision costs rise least.
+    """Indices by bin: the most expensive first, each into the bin where the largest text and vision costs rise least.
 
     With one kind of cost it is the longest-processing-time-first rule (Graham, SIAM J. Appl. Math. 17, 1969), whose
     largest bin costs at most 4/3 of the optimum.
@@ -304,7 +304,7 @@ def _assign(parts: Sequence[Parts], num_bins: int) -> list[list[int]]:
     for index in sorted(range(len(parts)), key=lambda index: -sum(parts[index])):
         after_2R = loads_2R + np.array(parts[index])[:, None]
         rise_R = np.maximum(after_2R, loads_2R.max(axis=1, keepdims=True)).sum(axis=0)
-        # among equals the emptiest, and then the first: on every rank alike
+        # ties go to the emptiest bin, then to the first, so every rank gets the same result
         equals = np.flatnonzero(rise_R == rise_R.min())
         chosen = int(equals[after_2R[:, equals].sum(axis=0).argmin()])
         bins[chosen].append(index)
@@ -325,7 +325,7 @@ class RowAssignment:
     num_ranks: int
     image_token_id: int
     shards_tower: bool
-    """All ranks must run the vision tower together, so that a row without an image gets that of a dummy."""
+    """True if all ranks must run the vision tower together: a row without an image then gets a dummy's image."""
 
     def rows_of_ranks(
         self,
@@ -335,10 +335,10 @@ class RowAssignment:
         *,
         groups_per_row: int | None = None,
     ) -> list[list[RowSlices]]:
-        """Rows of each rank, as many for every one, of at most `max_tokens` where the train settings limit them.
+        """Rows of each rank, the same number on all, of at most `max_tokens` if the train settings limit them.
 
-        `groups_per_row` replaces `train.groups_per_microbatch`; no image changes its rank by it.
-        With `only`, no more than that group's slices remain, each on the rank that has it among all groups.
+        `groups_per_row` replaces `train.groups_per_microbatch`, which leaves every image on its rank. With `only`, only
+        the slices of that group remain, each on the rank that it has among all groups.
         """
         if self.train.enable_dynamic_batch_size:
             rows = rows_by_cost(slice_groups(groups, max_tokens), self.cost, self.num_ranks, max_tokens)
@@ -349,16 +349,16 @@ class RowAssignment:
         return align_ranks(rows, GroupSlice(group=SampleGroup(prompt=self._dummy(groups), samples=()), first_sample=0))
 
     def balance(self, groups: Sequence[SampleGroup], max_tokens: int) -> Metrics:
-        """How evenly the work of passes over these groups is divided among ranks, and among all micro-batches."""
+        """Metrics of how evenly the work on these groups is divided among ranks, and among all micro-batches."""
         rows = self.rows_of_ranks(groups, max_tokens)
         return {"balance/ranks": imbalance(rows, self.cost), "balance/microbatches": unevenness(rows, self.cost)}
 
     def tokens_for(self, groups: Sequence[SampleGroup], limit_tokens: int) -> int:
-        """Largest micro-batch of these groups; a limit below the settings' gives way to their longest completion."""
+        """Token limit for these groups: `limit_tokens`, or more where their longest completion needs it."""
         return max(limit_tokens, min(self.train.max_tokens_per_microbatch, unsplittable_tokens(groups)))
 
     def images_of_ranks(self, groups: Sequence[SampleGroup], limit_tokens: int) -> list[ImageKeys]:
-        """Keys of the images in each rank's rows, that of the dummy among them."""
+        """Keys of the images in each rank's rows, including the dummy's image."""
         rows_of_ranks = self.rows_of_ranks(groups, self.tokens_for(groups, limit_tokens))
         of_dummy = _keys(self._dummy(groups).images)
         return [
@@ -367,7 +367,7 @@ class RowAssignment:
         ]
 
     def images_to_imitate(self, prompts: Sequence[Prompt]) -> list[ImageKeys]:
-        """Keys of the images of each rank's prompts in a step of supervised fine-tuning, and of the dummy's."""
+        """Keys of the images of each rank's prompts in a step of supervised fine-tuning, including the dummy's."""
         images = [image for prompt in prompts for image in prompt.images] if self.shards_tower else []
         of_dummy = _keys(dummy_prompt(images, self.image_token_id).images)
         return [
@@ -381,7 +381,7 @@ class RowAssignment:
 
 
 def unsplittable_tokens(groups: Sequence[SampleGroup]) -> int:
-    """Tokens of the longest completion with its prompt, less than which no micro-batch of the groups can have."""
+    """Tokens of the longest completion with its prompt: the smallest limit that the groups can be packed under."""
     return max(
         (group.prompt.num_tokens + len(sample.token_ids_T) - 1 for group in groups for sample in group.samples),
         default=0,
@@ -389,7 +389,7 @@ def unsplittable_tokens(groups: Sequence[SampleGroup]) -> int:
 
 
 def tokens_beside_engine(groups: Sequence[SampleGroup], limit_tokens: int) -> int:
-    """Largest micro-batch of passes beside an engine that is awake: the largest group, its prompt counted once."""
+    """Token limit for passes while the engine is awake: the largest group, with its prompt counted once."""
     tokens = (group.prompt.num_tokens + sum(len(s.token_ids_T) for s in group.samples) for group in groups)
     return min(limit_tokens, max(tokens, default=0))
 
@@ -401,7 +401,7 @@ def round_robin(examples: Sequence[T], num_ranks: int) -> list[Sequence[T]]:
 
 def dummy_prompt(images: Sequence[PromptImage], image_token_id: int) -> Prompt:
     """Prompt of one text token and the smallest of these images, if there are any."""
-    # an image of the batch and no made-up one: the tensors of an image differ by family
+    # an image of the batch rather than a made-up one, since image tensors differ by family
     chosen = sorted(images, key=lambda image: image.num_tokens)[:1]
     ids = np.array([0] + [image_token_id] * sum(image.num_tokens for image in chosen))
     return Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=tuple(chosen))

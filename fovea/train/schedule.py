@@ -21,17 +21,17 @@ class UpdatePasses:
     algorithm: Algorithm
     plain_update_every_steps: int
     step: int
-    """Updates before it."""
+    """Number of updates before this one."""
 
     @property
     def is_plain(self) -> bool:
-        """True if it reuses no activations, and compares the log-probs of all groups with the engine's."""
+        """True if the update reuses no activations and compares the log-probs of all groups with the engine's."""
         return self.step % self.plain_update_every_steps == 0
 
     def minibatches(self, epoch: int, groups: Sequence[SampleGroup]) -> list[Sequence[SampleGroup]]:
-        """Groups of each optimizer step of an epoch: of the batch in order in the first, and shuffled in later ones."""
+        """Groups of each optimizer step of an epoch: in batch order in the first epoch, and shuffled in later ones."""
         if epoch > 0 and self.algorithm.minibatches > 1:
-            # seeded only by counters, so that a resumed run shuffles like an uninterrupted one, and all ranks alike
+            # seeded only by counters: a resumed run shuffles like an uninterrupted one, and all ranks shuffle alike
             shuffled = np.random.default_rng((self.step, epoch)).permutation(len(groups))
             groups = [groups[index] for index in shuffled]
         # of nearly equal size, none of them empty
@@ -39,8 +39,8 @@ class UpdatePasses:
         return [groups[a:b] for a, b in pairwise(bounds) if b > a]
 
     def passes(self, batch: Batch) -> list[Sequence[SampleGroup]]:
-        """Groups that are assigned to ranks together, of all passes of the update."""
-        # epochs of a single minibatch are alike
+        """Groups of each pass of the update; the groups of a pass are assigned to ranks together."""
+        # epochs of a single minibatch are all the same
         epochs = self.algorithm.ppo_epochs if self.algorithm.minibatches > 1 else 1
         trained = [groups for epoch in range(epochs) for groups in self.minibatches(epoch, batch.groups)]
         return [*([batch.left_out] if self.is_plain else []), *trained]
@@ -52,12 +52,12 @@ class ImagesByRank:
 
     policy: RowAssignment
     reference: RowAssignment | None
-    """None where there is no reference model apart."""
+    """None without a separate reference model."""
     schedule: UpdatePasses
     limit_tokens: int
-    """Largest micro-batch in effect, which is below the settings' after memory ran out."""
+    """Largest micro-batch in effect; it is below the setting after memory ran out."""
     shares: tuple[int, ...] = ()
-    """The share of the micro-batches that each worker has a part in, by rank; empty where each has its own."""
+    """Index of the share of micro-batches that each worker runs, by rank; empty if each worker runs a separate one."""
 
     def for_logprobs(
         self, batch: Batch, *, policy_passes: bool, reference_passes: bool, masked_passes: bool, beside_engine: bool

@@ -1,7 +1,8 @@
-"""Check of a model that no family of Fovea names: the run's own rows against transformers' processor and forward.
+"""Check of a model without a family in Fovea: rows of the run against transformers' processor and forward.
 
-Prompts must have the ids and tensors of the processor, the trainer's log-probs must be those of transformers' forward
-on what the processor made, and another picture must change them. What fails ends the run before its first step.
+Prompts must have the ids and tensors of the processor, the trainer's log-probs must equal those of transformers'
+forward on the processor's outputs, and another picture must change them. A failed check ends the run before its first
+step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fovea_gym.types import ImageRef, Message
 
 ANSWER = "The answer is \\boxed{3}."
 MAX_RMS = {torch.float32: 1e-4, torch.bfloat16: 0.3}
-"""Largest root mean square of log-prob differences that rounding makes, by the type of the weights."""
+"""Largest root mean square of log-prob differences that rounding can cause, by dtype of the weights."""
 
 Row = Sequence[Message]
 
@@ -42,7 +43,7 @@ class Reference:
     network: Any
     processor: HubProcessor
     arguments: frozenset[str]
-    """Names of the arguments of the forward."""
+    """Names of the arguments of the network's forward."""
 
 
 class StartCheck:
@@ -56,16 +57,16 @@ class StartCheck:
         self._answer_T = torch.tensor(renderer.target(ANSWER), device=vlm.device)
 
     def run(self, rows: Sequence[Row]) -> float:
-        """The largest log-prob difference of these rows; ModelError with the reason where one fails."""
+        """Check rows and return their largest log-prob difference; ModelError with the reason if a row fails."""
         try:
             return self._compare(rows)
-        except Exception as error:  # a forward of the hub and its kernels may raise anything
+        except Exception as error:  # forward code from the Hub, and its kernels, may raise anything
             if isinstance(error, FoveaError) or is_out_of_memory(error):
                 raise
-            raise self._refusal(f"transformers' forward refuses them ({first_line(error)})") from error
+            raise self._refusal(f"transformers' forward fails on rows of this run ({first_line(error)})") from error
 
     def logprobs(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Log-probs [rows, T] of an answer by the trainer and by transformers; ModelError for other inputs."""
+        """Log-probs [rows, T] of an answer by the trainer and by transformers; ModelError if their inputs differ."""
         made = [self._made(row) for row in rows]
         prompts = [self._renderer.prompt(row) for row in rows]
         for row, prompt, expected in zip(rows, prompts, made, strict=True):
@@ -80,13 +81,13 @@ class StartCheck:
         rms = float(difference_RT.square().mean(1).max().sqrt())
         # `not <=` and not `>`: a NaN is a difference
         if not rms <= MAX_RMS[self._vlm.dtype]:
-            raise self._refusal(f"log-probs differ by {rms:.2g} in the root mean square from transformers' forward")
+            raise self._refusal(f"log-probs differ from those of transformers' forward by {rms:.2g} (root mean square)")
         largest = float(difference_RT.abs().max())
         self._check_pictures(rows, ours, largest)
         return largest
 
     def _check_pictures(self, rows: Sequence[Row], ours: Tensor, largest: float) -> None:
-        """ModelError for a row whose log-probs another picture leaves as they are."""
+        """ModelError if another picture does not change the log-probs of a row."""
         seeing = [index for index, row in enumerate(rows) if images_of(row)]
         swapped = self._scored([self._renderer.prompt([self._negative(each) for each in rows[i]]) for i in seeing])
         for index, others_T in zip(seeing, swapped, strict=True):
@@ -100,17 +101,17 @@ class StartCheck:
         return self._reference.processor.inputs(self._renderer.text(row), pictures)
 
     def _different_inputs(self, prompt: Prompt, expected: Mapping[str, Any]) -> str | None:
-        """Describe how a prompt differs from the processor's outputs; None where it does not."""
+        """Describe how a prompt differs from the processor's outputs; None if it does not."""
         if not np.array_equal(prompt.token_ids_L, expected["input_ids"][0]):
-            return f"{prompt.num_tokens} token ids, and other ones than the processor's {expected['input_ids'].size}"
+            return f"{prompt.num_tokens} token ids that differ from the processor's {expected['input_ids'].size}"
         inputs = self._family.forward_inputs(torch.from_numpy(prompt.token_ids_L)[None], prompt.images)
         wanted = self._reference.arguments.intersection(expected) - {"input_ids", "attention_mask"}
-        # what is zero marks nothing, and may be left out
+        # an input of zeros marks nothing and may be left out
         if missing := [name for name in wanted - inputs.keys() if np.any(expected[name])]:
-            return f"no {min(missing)}, which the processor gives"
+            return f"no {min(missing)}, which the processor returns"
         for name in sorted(wanted & inputs.keys()):
             if not np.array_equal(inputs[name].numpy(), expected[name]):
-                return f"another {name} than the processor's"
+                return f"a different {name} than the processor's"
         return None
 
     def _scored(self, prompts: Sequence[Prompt]) -> Tensor:
@@ -124,7 +125,7 @@ class StartCheck:
         return found.view(len(prompts), -1)
 
     def _expected(self, made: Mapping[str, Any]) -> Tensor:
-        """Log-probs [T] of the answer by transformers' forward on outputs of the processor."""
+        """Log-probs [T] of the answer by transformers' forward on the processor's outputs."""
         given = {name: torch.as_tensor(x).to(self._vlm.device) for name, x in made.items()}
         given = {name: x.to(self._vlm.dtype) if x.is_floating_point() else x for name, x in given.items()}
         given["input_ids"] = torch.cat([given["input_ids"], self._answer_T[None]], dim=1)
@@ -145,5 +146,5 @@ class StartCheck:
     def _refusal(self, reason: str) -> ModelError:
         return ModelError(
             f"{self._processor.name}, a {self._family.model_type}, cannot be trained as transformers runs it: "
-            f"{reason}; give another model, or add a family for it (docs/extending.md)"
+            f"{reason}; set model.path to another model, or add a family for this one (docs/extending.md)"
         )

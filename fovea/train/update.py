@@ -1,7 +1,7 @@
 """An update of the policy, the same on every backend (docs/step.md).
 
-Rows are packed into micro-batches; each is passed forward and backward through the loss; then gradients are clipped and
-the optimizers step. Where memory runs out, passes begin again with smaller micro-batches.
+Rows are packed into micro-batches; each runs forward and backward through the loss; then gradients are clipped and the
+optimizers step. If memory runs out, the passes start again with smaller micro-batches.
 
 Axes: `T` tokens of a completion.
 """
@@ -65,7 +65,7 @@ class PolicyAccess:
 
     config: Config
     model: Model
-    """With a path."""
+    """Its path is set."""
     banned_ids: Sequence[int]
     network: PolicyNetwork | None = None
     """The network to train in place, for a backend that shares it."""
@@ -75,7 +75,7 @@ class PolicyAccess:
 
 
 class TrainedPolicy(ABC):
-    """One process of a policy under training, but for what differs by backend: passes, gradients, optimizers, weights.
+    """One process of a policy under training; backends implement its passes, gradients, optimizers and weights.
 
     The driver's calls (`train.base.Policy`) are methods of the same names here.
     """
@@ -93,7 +93,7 @@ class TrainedPolicy(ABC):
         results: Ranks,
         everyone: Ranks,
     ) -> None:
-        """Results of passes are merged over the ranks `results`, among all ranks, `everyone`, of the policy.
+        """Results of passes are merged over the ranks `results`; `everyone` is all ranks of the policy.
 
         `reference_batcher` is None without a separate reference model.
         """
@@ -109,7 +109,7 @@ class TrainedPolicy(ABC):
         self._sft: SupervisedTrainer | None = None
         self._steps = 0
         self._skipped_in_a_row = 0
-        """Updates that ended without their last step, as long as they follow one another."""
+        """Number of consecutive updates that ended without their last step."""
 
     @property
     @abstractmethod
@@ -118,7 +118,7 @@ class TrainedPolicy(ABC):
 
     @abstractmethod
     def _forward(self, batch: Batch) -> Scored:
-        """Scores under the present weights, without gradients."""
+        """Scores under the current weights, without gradients."""
 
     @abstractmethod
     def _forward_reference(self, batch: Batch) -> Scored:
@@ -127,7 +127,7 @@ class TrainedPolicy(ABC):
     @property
     @abstractmethod
     def _value_model(self) -> Callable[[PackedRow], Tensor] | None:
-        """Values [A] by a separate model; None without one: the policy's scores have values if it has a value head."""
+        """A separate model that returns values [A]; None without one (a value head's values are in the scores)."""
 
     @abstractmethod
     def _update_mode(self) -> AbstractContextManager[None]:
@@ -155,24 +155,24 @@ class TrainedPolicy(ABC):
 
     @abstractmethod
     def _merged_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Full weights with adapters merged, by Hugging Face name; made by all ranks together."""
+        """Full weights with adapters merged, by Hugging Face name; all ranks must call it together."""
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Type of the weights in an engine; those that are trained may be shards of float32."""
+        """Dtype of the weights in an engine; trained weights may be float32 shards here."""
 
     @abstractmethod
     def weights_to_sync(self) -> Iterable[WeightToSync]:
-        """The weights for a weight sync, adapters beside them; each is made whole when its turn comes."""
+        """The weights for a sync, with adapters separate; each full weight is gathered when it is reached."""
 
     @abstractmethod
     def merged_weights_to_sync(self) -> Iterable[WeightToSync]:
-        """The weights for a weight sync to an engine that knows no adapters."""
+        """The weights for a sync to an engine without support for adapters."""
 
     @abstractmethod
     def snapshot_reference(self) -> None:
-        """Copy the present weights into master weights, reference and value function, and free the SFT optimizer."""
+        """Copy the current weights into master weights, reference and value function, and free the SFT optimizer."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -180,7 +180,7 @@ class TrainedPolicy(ABC):
 
     @abstractmethod
     def finish_save(self) -> None:
-        """Wait until what `save` began is on disk; an error of the writing is raised here. Called on its own thread."""
+        """Wait until everything from `save` is on disk; raises an error of the write. Called on a separate thread."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
@@ -191,7 +191,7 @@ class TrainedPolicy(ABC):
         """Device, parameter counts and number of ranks."""
 
     def logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
-        """Log-probs [T] of every sample under the present weights, on all ranks."""
+        """Log-probs [T] of every sample under the current weights, on all ranks."""
         return self._in_batch_order(((micro, scores.logprobs_A) for micro, scores in self._forward(batch)), batch)
 
     def reference_logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
@@ -217,7 +217,7 @@ class TrainedPolicy(ABC):
         )
 
     def compute_logprobs(self, batch: Batch, needs: Needs) -> Batch:
-        """Add the log-probs and values that are needed to the samples of a batch, and drop its masked pictures."""
+        """Add the required log-probs and values to the samples of a batch, and drop its masked pictures."""
         clean = without_masked(batch)
         passes = partial(self._with_logprobs, clean, on_masked(batch), needs)
         if needs.beside_engine:
@@ -230,7 +230,7 @@ class TrainedPolicy(ABC):
         if joint:
             logprobs, values = self.logprobs_and_values(batch)
             batch = with_values(batch, values)
-            # the engine's, where they are the old ones, are there already
+            # old log-probs that come from the engine are already set
             batch = batch if has_old_logprobs(batch) else with_old_logprobs(batch, logprobs)
         elif needs.old_logprobs:
             batch = with_old_logprobs(batch, self.logprobs(batch))
@@ -248,7 +248,7 @@ class TrainedPolicy(ABC):
         assert self._warmup is not None, "supervised steps, but the policy was made without settings for them"
         if self._sft is None:
             self._sft = self._supervised_trainer(self._warmup)
-        self._limit.free_memory()  # a step of the warm-up does not begin again
+        self._limit.free_memory()  # a warm-up step cannot start again when memory runs out
         self._weights_changed()
         return {"loss": self._sft.update(pairs)}
 
@@ -261,8 +261,8 @@ class TrainedPolicy(ABC):
         stats, schedule = UpdateStats(), self._schedule
         rates = [optimizer.set_rate(self._steps) for optimizer in self._optimizers]
         one_step = self._algorithm.minibatches == 1 or not batch.groups
-        assert one_step or has_old_logprobs(batch), "from the second step on it is off-policy"
-        # groups that the update leaves out need log-probs for the comparison with the engine only
+        assert one_step or has_old_logprobs(batch), "old log-probs are missing: the second step is off-policy"
+        # groups that the update leaves out need log-probs only for the comparison with the engine
         left_out = self._logprobs_of_left_out(batch) if schedule.is_plain else None
         if batch.groups:
             self._make_moments()
@@ -270,7 +270,7 @@ class TrainedPolicy(ABC):
             before = self._run_epochs(batch, schedule, stats)
         self._steps += 1
         self._count_skipped(stats.not_finite)
-        # linear outputs from the tape are the engine's own: comparing log-probs made of them would flatter the result
+        # linear outputs from the tape are the engine's own: log-probs made from them would hide part of the difference
         own = _are_scored(batch, self._algorithm) or not stats.sums.get("reused_actions", 0)
         metrics = {"updates_skipped": float(bool(stats.not_finite))} | self._limit.metrics()
         metrics |= dict(zip(("learning_rate", "learning_rate/value"), rates, strict=False))
@@ -283,9 +283,10 @@ class TrainedPolicy(ABC):
     def _run_epochs(self, batch: Batch, schedule: UpdatePasses, stats: UpdateStats) -> list[NDArray[np.float32]]:
         """Take the optimizer steps; returns the trainer's log-probs [T] of every sample as they were before them.
 
-        Without log-probs from an earlier pass of the trainer, those of the first epoch are returned, and are the old
-        log-probs of later epochs; nothing where that epoch has several minibatches, whose log-probs are of different
-        weights, or ended early. A number that is not finite, or `max_policy_kl`, ends the update before the next step.
+        Without log-probs from an earlier pass of the trainer, those of the first epoch are returned and serve as the
+        old log-probs of later epochs. The list is empty if that epoch ended early, or if it has several minibatches,
+        whose log-probs are of different weights. A non-finite number or `max_policy_kl` ends the update before the next
+        step.
         """
         scored = _are_scored(batch, self._algorithm)
         before = old_logprobs(batch) if scored else []
@@ -294,11 +295,11 @@ class TrainedPolicy(ABC):
             stats.minibatches = len(minibatches)
             num_groups, logprobs = sum(map(len, minibatches)), list[tuple[MicroBatch, Tensor]]()
             for groups in minibatches:
-                # a loss is a share of the batch, and a step uses one minibatch
+                # a loss is a share of the whole batch's, and a step uses only one minibatch
                 done = self._fit(partial(self._gradients, groups, num_groups / len(groups)), groups)
                 stats.flops += self._flops(groups)
                 stats.add(done.sums, done.policy_kl)
-                # before the step: the pass has measured the KL divergence of the weights as they are
+                # before the step: the pass has measured the KL divergence of the current weights
                 too_far = stats.moved_too_far(self._algorithm.max_policy_kl)
                 stats.not_finite = list(done.bad_tasks)
                 if stats.not_finite or too_far or not self._step(groups, stats):
@@ -310,7 +311,7 @@ class TrainedPolicy(ABC):
         return before
 
     def _gradients(self, groups: Sequence[SampleGroup], scale: float) -> PassResult:
-        """Replace the gradients of the previous minibatch, or of a failed attempt, by those of this one."""
+        """Replace the gradients of the previous minibatch, or of a failed attempt, with those of this one."""
         self._free_gradients()
         return self._backward(groups, scale)
 
@@ -332,7 +333,7 @@ class TrainedPolicy(ABC):
 
     @memory_for("the moments of the optimizer", FEWER_WEIGHTS)
     def _make_moments(self) -> None:
-        """Allocate all moments before the passes of the first update: a step that fails midway cannot begin again."""
+        """Allocate all moments before the passes of the first update: a step that fails midway cannot be repeated."""
         for optimizer in self._optimizers:
             self._limit.with_all_memory(optimizer.make_moments)
 
@@ -357,7 +358,7 @@ class TrainedPolicy(ABC):
         return in_batch_order(scored, batch.groups, self._ranks)
 
     def _count_skipped(self, not_finite: Sequence[str]) -> None:
-        """Count the update if tasks have ended it; TrainError beyond the limit."""
+        """Count the update if the tasks in `not_finite` ended it; TrainError above max_skipped_updates in a row."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if not_finite else 0
         if self._skipped_in_a_row > self._train.max_skipped_updates:
             raise TrainError(
@@ -376,7 +377,7 @@ class TrainedPolicy(ABC):
         )
 
     def images_by_rank(self) -> ImagesByRank:
-        """The images that each rank needs in the calls of the present step."""
+        """The images that each rank needs in the calls of the current step."""
         return ImagesByRank(
             policy=self._batcher.assignment,
             reference=None if self._reference_batcher is None else self._reference_batcher.assignment,
@@ -387,7 +388,7 @@ class TrainedPolicy(ABC):
 
     @property
     def _shares(self) -> tuple[int, ...]:
-        """The share of the micro-batches that each process has a part in, by rank; empty where each has its own."""
+        """Index of the share of micro-batches that each process runs, by rank; empty if each runs a separate one."""
         return ()
 
     def set_free_memory(self, free_memory: Callable[[], bool]) -> None:
@@ -395,12 +396,12 @@ class TrainedPolicy(ABC):
         self._limit.free_memory = free_memory
 
     def limit_microbatches(self, max_tokens: int) -> None:
-        """Pack micro-batches of so many tokens at most, where that is less than the setting."""
+        """Pack micro-batches of at most `max_tokens`, if that is less than the setting."""
         self._limit.lower(max_tokens)
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face model folder: the present weights, adapters merged, and their config."""
-        # by every rank, since a full tensor is gathered from all; only the host of the first one holds all of them
+        """Write a Hugging Face model folder: the current weights with adapters merged, and their config."""
+        # every rank takes part, since a full tensor is gathered from all; only the first rank keeps them
         first = self._everyone.is_first
         weights = {name: weight.detach().cpu() for name, weight in self._merged_weights() if first}
         self._everyone.run_on_first(lambda: save_network(self._vlm, folder, weights.items()))
@@ -410,10 +411,10 @@ class TrainedPolicy(ABC):
 
     @property
     def _counts(self) -> dict[str, int]:
-        """Counters for a checkpoint."""
+        """Counters that a checkpoint stores."""
         return {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
 
 
 def _are_scored(batch: Batch, algorithm: Algorithm) -> bool:
-    """True if the batch's old log-probs come from a pass of the trainer, not from the engine or from none at all."""
+    """True if the batch has old log-probs from a pass of the trainer, rather than from the engine."""
     return has_old_logprobs(batch) and algorithm.old_logprobs == "trainer"

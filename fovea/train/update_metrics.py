@@ -40,7 +40,7 @@ class UpdateStats:
     flops: float = 0.0
     """Model FLOPs of all passes, forward and backward."""
     not_finite: list[str] = field(default_factory=list)
-    """Ids of the tasks because of which the last step was skipped."""
+    """Ids of the tasks that caused the last step to be skipped."""
 
     def add(self, sums: Mapping[str, float], policy_kl: float) -> None:
         """Add the sums of one pass over a minibatch."""
@@ -52,7 +52,7 @@ class UpdateStats:
     def moved_too_far(self, max_policy_kl: float | None) -> bool:
         """True if the KL divergence of the last pass ends the update (`algorithm.max_policy_kl`).
 
-        Never before the first optimizer step: what is measured there is how far the engine's old log-probs are off.
+        Never before the first optimizer step, where it only measures how far the engine's log-probs differ.
         """
         return max_policy_kl is not None and bool(self.norms) and self.policy_kl > max_policy_kl
 
@@ -83,7 +83,7 @@ def mismatch(groups: Iterable[SampleGroup], old_logprobs: Sequence[NDArray[np.fl
     """Difference of the engine's log-probs lp and the trainer's lp_old ([T] per sample) over all actions of the groups.
 
     k1 is the mean of lp - lp_old, `kl` the k3 estimate, `abs` and `max` are the mean and the largest |lp - lp_old|.
-    Samples that the engine drew on other pictures are left out. Empty without groups.
+    Samples whose completions were sampled from other pictures are left out. Returns {} without groups.
     """
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
@@ -108,7 +108,7 @@ def batch_mismatch(
 ) -> Metrics:
     """Engine-trainer mismatch of the trained groups, and of all groups if those left out have log-probs too.
 
-    `before` has the trainer's log-probs [T] of every trained sample before the update, or nothing.
+    `before` has the trainer's log-probs [T] of every trained sample before the update, or is empty.
     """
     if len(before) != len(batch.samples):
         return {}
@@ -126,12 +126,12 @@ def _none() -> int:
 class ActivationMeter:
     """Bytes of activations that are kept for the backward pass, measured on the largest pass so far.
 
-    Temporaries of the forward and of the backward pass are not counted. With full gradient checkpointing these are most
-    of the peak, and the count comes to the inputs of the layers.
+    Temporaries of the forward and of the backward pass are not counted. With full gradient checkpointing these make up
+    most of the peak, and only the inputs of the layers are counted.
     """
 
     def __init__(self, module: nn.Module, kept_bytes: Callable[[], int] = _none) -> None:
-        """`kept_bytes` counts what is kept in other ways than by autograd, in all passes so far."""
+        """`kept_bytes` counts the bytes that are kept outside of autograd, in all passes so far."""
         self._module = module
         self._kept_bytes = kept_bytes
         self._largest = 0
@@ -143,7 +143,7 @@ class ActivationMeter:
 
     @contextmanager
     def __call__(self, size: int) -> Iterator[None]:
-        """Measure the forward pass in this context if its `size` (tokens, say) is the largest so far."""
+        """Measure the forward pass in this context if its `size` (such as its tokens) is the largest so far."""
         # the hooks run for every saved tensor: a smaller pass would pay for them and change nothing
         if size <= self._largest:
             yield
@@ -151,10 +151,10 @@ class ActivationMeter:
         saved: dict[int, UntypedStorage] = {}
 
         def count(tensor: Tensor) -> Tensor:
-            # by storage, since a view keeps all of its storage alive, and two views keep it once
+            # by storage, since a view keeps its whole storage alive, and two views share one storage
             storage = tensor.untyped_storage()
             saved[storage.data_ptr()] = storage
-            # the tensor itself would hold the node that saves it: a pass that fails would never be freed
+            # returning the tensor itself would hold the node that saves it: a failed pass would never be freed
             return tensor.detach()
 
         before = self._kept_bytes()

@@ -95,14 +95,14 @@ def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path)
     run.config_file.write_text(own)
     wrong: list[tuple[Callable[[], object], str]] = [
         (fovea.evaluate, "nothing to evaluate; give a run, a checkpoint, a model, a server or a baseline such as"),
-        (lambda: fovea.evaluate("majority"), "no target says which rows to ask; give a recipe that does"),
+        (lambda: fovea.evaluate("majority"), "no target says which rows to evaluate on; give a recipe that does"),
         (lambda: fovea.evaluate("gold", rows=rows(3), environment=PHOTOS), "grades no answers; set reward to"),
-        (lambda: fovea.evaluate("gold", split="validation"), "split='validation' is none of the three splits; give"),
-        (lambda: fovea.evaluate("gold", rows=rows(3), reward=score, split="dev"), "split='dev' names rows, and rows"),
-        (lambda: fovea.evaluate("run"), "add trust=True, if the folder is your own"),
+        (lambda: fovea.evaluate("gold", split="validation"), "split='validation' is not a split; give"),
+        (lambda: fovea.evaluate("gold", rows=rows(3), reward=score, split="dev"), "split='dev' names rows, but rows"),
+        (lambda: fovea.evaluate("run"), "add trust=True if the folder is your own"),
         (lambda: fovea.evaluate("http://a:9#x", recipe="recipe.yaml", api_key_env="NO_KEY"), "api_key_env=NO_KEY"),
-        (lambda: fovea.export(run, "full"), "full: it exists and is not an empty folder"),
-        (lambda: fovea.export(run, "new", adapter_only=True), "trained no adapter"),
+        (lambda: fovea.export(run, "full"), "full: exists and is not an empty folder"),
+        (lambda: fovea.export(run, "new", adapter_only=True), "has no adapter"),
         (lambda: fovea.export("nowhere", "new"), "nowhere: neither a run"),
     ]
     with pytest.raises(fovea.FoveaError, match=r"^rows\b"):  # not test_rows

@@ -350,7 +350,7 @@ def test_what_is_nested_less_deeply_is_kept() -> None:
 @table(
     ("arguments", "message"),
     [
-        ({"train": pd.DataFrame(rows())}, "train is a DataFrame, and no setting takes one; give its rows as rows="),
+        ({"train": pd.DataFrame(rows())}, "train is a DataFrame, which no setting accepts; give its rows as rows="),
         ({"settings": {"train": pd.DataFrame(rows())}}, "train is a DataFrame"),
         ({"environment": {"name": "geo3k", "train_files": pd.DataFrame(rows())}}, "environment.train_files is a DataF"),
         ({"reward": pd.DataFrame(rows())}, "reward="),

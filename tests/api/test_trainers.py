@@ -296,10 +296,10 @@ ROWS = [{"image": b""}]
         ({"seed": {1}}, r"arguments: seed: \{1\} does not fit; a value is text, a finite number"),
         ({"seed": np.float64("inf")}, r"arguments: seed: inf does not fit; a value is text, a finite number"),
         ({"algorithm": {"name": "ppo"}}, r"algorithm\.name=ppo .* has a value function; use fovea\.PPO"),
-        ({"max_restarts": 3}, r"max_restarts=3 has the command `fovea train` start again"),
+        ({"max_restarts": 3}, r"max_restarts=3 restarts the command `fovea train`"),
         ({"reward": 3}, r"reward=3 is of type int, not a function"),
-        ({"reward": [later, later]}, r"logged as reward/NAME, and later names 2 of them; write each as a def with a"),
-        ({"reward": [later, lambda task, text, images: 1]}, r"and <lambda> names 1 of them; write each as a def"),
+        ({"reward": [later, later]}, r"logged as reward/NAME, but later names 2 of them; write each as a def with a"),
+        ({"reward": [later, lambda task, text, images: 1]}, r"but <lambda> names 1 of them; write each as a def"),
         ({"reward": []}, r"reward=\[\] names no function; name one or more, or leave reward out"),
         (
             {"reward": [later, 3]},
@@ -307,7 +307,7 @@ ROWS = [{"image": b""}]
         ),
         (
             {"reward": Half},
-            r"is the class Half, not a function; give an object of it, Half\(\.\.\.\), or a function of",
+            r"is the class Half, not a function; give an instance, Half\(\.\.\.\), or a function of",
         ),
         ({"reward": later, "reward_weights": [1]}, r"reward_weights=\[1\.0\] .*=.*later is one function; give as"),
         ({"reward": [later, Half(1)], "reward_weights": [1]}, r"reward_weights=\[1\.0\] .* reward has 2 functions"),

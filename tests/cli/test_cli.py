@@ -113,7 +113,10 @@ def test_a_recipe_that_extends_another_is_planned_after_it_only() -> None:
 @pytest.mark.parametrize("command", OPTIONS)
 def test_a_command_is_told_of_its_own_options(recipe: str, command: str) -> None:
     said = fovea(command, "easyr1_geo3k_7b" if command == "reproduce" else recipe, "--quite").stderr
-    assert said == f"error: --quite: no such option; there are {OPTIONS[command]}, and settings are written key=value\n"
+    assert (
+        said
+        == f"error: --quite: no such option; the options are {OPTIONS[command]}, and settings are written key=value\n"
+    )
     of_tools = {"plan": plan.app, "reproduce": reproduce.app}
     own = get_command(cli.app).commands  # type: ignore[attr-defined]
     options = (get_command(of_tools[command]) if command in of_tools else own[command]).params
@@ -230,7 +233,9 @@ def test_config_shows_what_a_recipe_comes_to(tmp_path: Path) -> None:
         fovea("config", *words, "train", "seed").stdout
         == "seed: 3\n" + shown[shown.index("train:\n") :].split("evaluate:")[0]
     )
-    assert fovea("config", *words, "trian").stderr.startswith("error: trian: no section of a recipe; there are seed, ")
+    assert fovea("config", *words, "trian").stderr.startswith(
+        "error: trian: no such section of a recipe; the sections are seed, "
+    )
     assert fovea("config", "seed=3").stderr.startswith("error: no recipe given; write fovea config shapes")
 
 
@@ -274,7 +279,7 @@ def test_doctor_says_what_to_install_before_an_extra_of_the_tools(monkeypatch: p
         assert lines["ray"].endswith(f" needs it: {pip_install('ray')}")
 
 
-GOOD, TESTED = "{}, known to be good", "{}, but {} is what Fovea was tested with (docs/engines.md): "
+GOOD, TESTED = "{}, known to be good", "{}, but Fovea was tested with {} (docs/engines.md): "
 
 
 @pytest.mark.parametrize(
@@ -339,7 +344,7 @@ def test_a_command_that_does_not_share_its_work_refuses_torchrun(command: str, m
     first = fovea(command, "somewhere")
     assert first.exit_code == 2
     assert "torchrun has started 2 processes" in first.stderr
-    assert f"would do all of `fovea {command}`" in first.stderr
+    assert f"would run all of `fovea {command}`" in first.stderr
     monkeypatch.setenv("RANK", "1")
     second = fovea(command, "somewhere")
     assert (second.exit_code, second.stderr) == (2, "")
@@ -368,7 +373,7 @@ def test_a_recipe_is_printed_as_it_is() -> None:
     assert result.stdout == (ROOT / "recipes" / "tiny.yaml").read_text(encoding="utf-8")
     unknown = fovea("recipes", "shape")
     assert unknown.exit_code == DataError.exit_code
-    assert "shape: no recipe that comes with Fovea; there are boxes, caption, easy_vqa, " in unknown.stderr
+    assert "shape: no such recipe in Fovea; the recipes are boxes, caption, easy_vqa, " in unknown.stderr
 
 
 def test_a_head_without_its_needs_is_an_error(tmp_path: Path) -> None:

@@ -356,11 +356,11 @@ def test_a_choice_says_what_it_drops_of_the_recipe() -> None:
     result = fovea("config", str(ROOT / "recipes" / "geo3k.yaml"), *words)
     assert result.exit_code == 0, result.output
     (line,) = result.stderr.splitlines()
-    assert line.startswith("settings of the recipe that another choice dropped: environment.train_files=")
+    assert line.startswith("settings of the recipe that were dropped by another choice: environment.train_files=")
     assert "train_size" not in line
     assert fovea("config", str(ROOT / "recipes" / "shapes.yaml"), "warmup=null").stderr == ""
     gspo = fovea("config", "shapes", "algorithm.name=gspo").stderr
-    assert gspo.endswith("dropped: algorithm.loss.clip_high=0.28 (now 0.0004)\n")
+    assert gspo.endswith("dropped by another choice: algorithm.loss.clip_high=0.28 (now 0.0004)\n")
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_quiet_prints_results_only(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["majority"], "give a recipe that does (--recipe FILE, or a name such as geo3k)"),
-        (["geo3k"], "geo3k: a recipe, no target; give --recipe geo3k beside a target"),
+        (["geo3k"], "geo3k: a recipe, not a target; give --recipe geo3k together with a target"),
         (["http://127.0.0.1:9?key=x"], "a key comes from --api-key-env VARIABLE"),
         (["http://127.0.0.1:9", "--recipe", "shapes", "--api-key-env", "NO_KEY"], "--api-key-env NO_KEY, but there is"),
     ],

@@ -403,7 +403,7 @@ def test_a_machine_in_no_cluster_says_how_to_start_one(tmp_path: Path) -> None:
         pytest.skip("another Ray cluster runs on this machine, which Ray would find")
     shown = run_cluster({**environment(), "RAY_TMPDIR": str(tmp_path)}, "status")
     assert shown.returncode == 3
-    assert "this machine is a node of no cluster; run `fovea cluster start`" in shown.stderr
+    assert "this machine is not a node of a cluster; run `fovea cluster start`" in shown.stderr
 
 
 @pytest.mark.parametrize("left_by", ["environment", "crash"])

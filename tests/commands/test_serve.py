@@ -25,7 +25,7 @@ from tests.tiny_models import tiny
 def test_other_machines_are_served_with_a_key_only(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--api-key-env VARIABLE\b"):
         ServerAddress(host=host).api_key()
-    with pytest.raises(ConfigError, match="no such environment variable"):
+    with pytest.raises(ConfigError, match="this environment variable is not set"):
         ServerAddress(host=host, api_key_env="FOVEA_TEST_KEY").api_key()
     monkeypatch.setenv("FOVEA_TEST_KEY", " secret\n")
     assert ServerAddress(host=host, api_key_env="FOVEA_TEST_KEY").api_key() == "secret"
@@ -43,7 +43,7 @@ def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match=r"cannot be listened at .*in use"):
+        with pytest.raises(ConfigError, match=r"cannot listen there .*in use"):
             ServerAddress(port=taken.getsockname()[1]).check_free()
 
 

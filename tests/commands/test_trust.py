@@ -138,7 +138,9 @@ def test_a_folder_that_is_evaluated_runs_no_code(setting: str, stranger: Path, m
         spec = f"{plant_code(folder, marker)}:{name}"
         set_in(folder / recipe, **{setting: spec})
         refused = evaluated(folder, code=2)
-        assert f"{folder / recipe} runs the code of {setting}={spec}, and what a folder says runs no code" in refused
+        assert (
+            f"{folder / recipe} runs the code of {setting}={spec}, but settings in a folder may not run code" in refused
+        )
         assert len(refused.strip().splitlines()) == 1
         assert not marker.exists()
         evaluated(folder, "--trust", code=None)
@@ -156,7 +158,7 @@ def test_code_in_a_part_of_a_mixture_is_refused_too(setting: str, stranger: Path
     set_in(run / "config.yaml", environment={"name": "mixture", "parts": {"first": {}, "second": second}})
     for words in ([], ["environment.parts.second.share=2"]):
         refused = evaluated(run, *words, code=2)
-        assert f"config.yaml runs the code of {key}={spec}, and what a folder says runs no code" in refused
+        assert f"config.yaml runs the code of {key}={spec}, but settings in a folder may not run code" in refused
         assert not marker.exists()
     (tmp_path / "mine.py").write_text(CODE)
     own = f"{key}={tmp_path / 'mine.py'}:score" if setting == "reward" else f"{key}=shapes"
@@ -195,7 +197,7 @@ def test_a_workflow_that_goes_on_runs_no_code(setting: str, stranger: Path, mark
     inputs = json.dumps({"resume_checkpoint": str(run), "total_steps": 2})
     refused = fovea("workflow", "vlm-rl-training", "--input", inputs)
     assert refused.exit_code == 2, refused.output
-    assert "add --trust, if the folder is your own" in refused.stderr
+    assert "add --trust if the folder is your own" in refused.stderr
     assert not marker.exists()
     if setting == "reward":
         asked = json.dumps({"trained_model": str(run)})
@@ -212,7 +214,7 @@ def test_rows_and_keys_go_to_no_judge_of_a_folders(
     judge = {"url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": key}
     set_in(stranger / "run" / "config.yaml", judge=judge, model_reward={"judge": 0.5})
     sent = "rows" if key is None else "the key in SECRET"
-    refused = f"sends {sent} to judge.url=http://127.0.0.1:9/v1, and what a folder says"
+    refused = f"sends {sent} to judge.url=http://127.0.0.1:9/v1, but settings in a folder may"
     assert refused in evaluated(stranger / "run", code=2)
     file, own = stranger / "run" / "config.yaml", ["judge.url=http://127.0.0.1:8/v1"]
     check_trust(load_config([file], own), file, own, trust=False)

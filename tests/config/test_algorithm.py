@@ -189,11 +189,11 @@ def test_a_name_in_place_of_the_section_is_that_of_the_algorithm() -> None:
             "reinforce++ with a KL in the reward gives every token a",
         ),
         ("algorithm.importance_sampling_clip=5", "_fix=true, or algorithm.importance_sampling_clip=2.0"),
-        ("algorithm.max_policy_kl=0.1", "of which there is one; set algorithm.ppo_epochs or"),
+        ("algorithm.max_policy_kl=0.1", "but there is only one; raise algorithm.ppo_epochs or"),
         ("algorithm.name=ppo algorithm.turn_discount=0.9", "set algorithm.advantage.turn_lambda=0.95"),
         (
             "algorithm.name=ppo algorithm.advantage.critic.warmup_steps=5 max_steps=5",
-            "leaves the policy none of max_steps=5",
+            "leaves the policy no step of max_steps=5",
         ),
     ],
 )

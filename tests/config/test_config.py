@@ -93,7 +93,7 @@ def of_tiny(**settings: object) -> Config:
         ),
         (
             {"algorithm": {"old_logprobs": "engine", "importance_sampling_fix": True}},
-            "old_logprobs=engine makes the same; leave either out",
+            "old_logprobs=engine makes equal; leave one of the two out",
         ),
         ({"rollout": {"max_staleness_steps": 2}}, r"_steps=2 .*set cluster\.placement=disaggregated"),
         (

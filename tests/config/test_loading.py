@@ -20,10 +20,10 @@ from fovea_gym.settings.environments import Geo3kEnvironment, OwnEnvironment, Sh
 from gym_tests.tables import table
 
 ROOT = Path(__file__).parents[2]
-NEST = "in files and mappings sections nest, without dots:"
-NO_TEXT = "is not a text, as a setting's name is; put it in quotes"
+NEST = "in files and mappings, write nested sections instead of dots:"
+NO_TEXT = "is not text, which a setting's name must be; put it in quotes"
 ONE_MODEL = "model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)"
-PLAIN = "a value is text, a finite number, true, false, null, a list, or a mapping with texts as keys"
+PLAIN = "a value is text, a finite number, true, false, null, a list, or a mapping with text keys"
 
 
 @pytest.fixture
@@ -259,11 +259,11 @@ def test_what_another_environment_lacks_names_what_its_choice_dropped(recipe: Pa
     chosen = "environment.name=caption dropped what recipes/small.yaml had set there"
     assert error_of([recipe], "environment.name=caption") == (
         f'command line: environment.train_files: must be set; {chosen} (environment.train_files=["a.jsonl"], '
-        "environment.test_share=0.1): give again what is to stay"
+        "environment.test_share=0.1): set again what should stay"
     )
     assert error_of([recipe], "environment.name=caption", "environment.train_files=[a.jsonl]") == (
         "recipes/small.yaml and command line: environment.test_files: must be set, or environment.test_share=0.1 for a "
-        f"share of the training rows; {chosen} (environment.test_share=0.1): give again what is to stay"
+        f"share of the training rows; {chosen} (environment.test_share=0.1): set again what should stay"
     )
 
 
@@ -295,7 +295,7 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
         ("seed: 'open\nthreads: 1\n", " line 1: not valid YAML: found unexpected end of stream"),
         (
             "seed: 1\ndata: {on_bad_row: skip\nthreads: 1\nmax_steps: 3\n",
-            " line 3: not valid YAML: expected ',' or '}', but got ':' (in what begins on line 2)",
+            " line 3: not valid YAML: expected ',' or '}', but got ':' (in the value that begins on line 2)",
         ),
         (
             "seed: 1\nrun_dir: [\n\n\n",
@@ -307,12 +307,12 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
             "'tag:yaml.org,2002:python/name:os.system'",
         ),
         ("a: &a\n  b: *a\n", " line 1: not valid YAML: found unconstructable recursive node"),
-        (f"a: {'[' * 3000}", ": nests too deep to be read; flatten it"),
-        ("seed: !!bool abc\n", ": a value is not what its form or tag says ('abc'); correct it"),
+        (f"a: {'[' * 3000}", ": is nested too deeply to be read; flatten it"),
+        ("seed: !!bool abc\n", ": not valid YAML: a value does not fit its form or tag ('abc')"),
         (
             f"seed: {'1' * 5000}\n",
-            ": a value is not what its form or tag says (Exceeds the limit (4300 digits) for integer string "
-            "conversion: value has 5000 digits); correct it",
+            ": not valid YAML: a value does not fit its form or tag (Exceeds the limit (4300 digits) for integer "
+            "string conversion: value has 5000 digits)",
         ),
         ("", ": a recipe is a mapping of settings, but it is empty; write lines such as `seed: 0`"),
         ("- a\n", ': a recipe is a mapping of settings, but it holds ["a"]; write lines such as `seed: 0`'),
@@ -422,7 +422,7 @@ def test_the_nearest_of_many_recipes_are_named(recipe: Path) -> None:
             "recipes/other.yaml: no such recipe; there are recipes/small.yaml; `fovea recipes` lists others",
         ),
         ("none/small.yaml", "none/small.yaml: no such recipe; no *.yaml in none/; `fovea recipes` lists others"),
-        ("recipes", "recipes: a folder, no recipe; there are recipes/small.yaml; `fovea recipes` lists others"),
+        ("recipes", "recipes: a folder, not a recipe; there are recipes/small.yaml; `fovea recipes` lists others"),
     ],
 )
 def test_what_a_missing_recipe_is_told(recipe: Path, name: str, message: str) -> None:

@@ -32,7 +32,7 @@ def test_the_file_beside_the_recipes_is_what_the_command_prints() -> None:
         "write it again: fovea config --schema > recipes/recipe.schema.json"
     )
     both = CliRunner().invoke(app, ["config", "--schema", "shapes"])
-    assert (both.exit_code, "leave either out" in both.stderr) == (2, True)
+    assert (both.exit_code, "leave one out" in both.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -287,7 +287,7 @@ def test_a_server_that_is_gone_ends_a_new_run_at_once_and_no_resumed_one(monkeyp
         log_steps("mlflow", [1])
     JsonlSink(Path("run").resolve()).write(1, {"reward": 0.0})
     (warning,) = log_steps("mlflow", [2], resume_step=1)
-    assert "the run goes on" in warning
+    assert "the run continues" in warning
 
 
 def test_an_mlflow_without_the_run_that_goes_on_says_so(empty_database: Path) -> None:

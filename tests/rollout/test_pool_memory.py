@@ -152,7 +152,7 @@ def test_an_update_without_memory_frees_the_pool_and_goes_on(gpu: FakeGpu, caplo
     assert found[3:] == found[:3]
     assert found[5]["microbatch/out_of_memory"] == 0
     printed = [record.getMessage() for record in caplog.records]
-    assert sum("memory ran out beside the KV cache" in line for line in printed) == 1
+    assert sum("memory ran out next to the KV cache" in line for line in printed) == 1
     assert printed[-1].endswith("which is freed for the update")
     assert len(printed) == 3
 

@@ -211,7 +211,9 @@ def test_once_updates_are_taken_again_nothing_is_kept_beyond() -> None:
 
 
 def test_without_dev_readings_there_is_no_best() -> None:
-    with pytest.raises(ValueError, match=r"keep_best=true .* evaluate\.every_steps=0 takes none; set evaluate\.every"):
+    with pytest.raises(
+        ValueError, match=r"keep_best=true .* evaluate\.every_steps=0 never evaluates; set evaluate\.every"
+    ):
         Config.model_validate({"model": {"tiny": {}}, "checkpoint": {"keep_best": True}})
 
 

@@ -157,13 +157,13 @@ def test_what_is_beside_the_passes_is_freed_before_micro_batches_become_smaller(
     beside.is_held = True  # by the next rollout
     assert fit(limit, beside) == "done"
     assert beside.tries == 3, "it is freed before the passes from then on"
-    assert ["before every update from here on" in record.getMessage() for record in caplog.records] == [True]
+    assert ["before every update from now on" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_several_ranks_begin_again_without_what_is_beside_and_with_the_same_limit() -> None:
     limit, beside = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2)), Beside()
     limit.free_memory = beside.free
-    with pytest.raises(MicrobatchMemoryError, match=r"on rank 1 beside the KV cache") as raised:
+    with pytest.raises(MicrobatchMemoryError, match=r"on rank 1 next to the KV cache") as raised:
         fit(limit, beside)
     assert raised.value.next_max_tokens == 512
     limit.lower(raised.value.next_max_tokens)  # the next attempt
@@ -178,7 +178,7 @@ def test_scoring_beside_an_engine_lowers_no_limit() -> None:
     of_passes = limit.beside_engine(lambda: (beside.passes(), limit.max_tokens)[1], batch.groups)
     assert beside.tries == 2
     assert longest(batch) < of_passes < before, "one group at a time"
-    with pytest.raises(OutOfMemoryError, match=r"scoring beside an engine that is awake; lower the memory"):
+    with pytest.raises(OutOfMemoryError, match=r"scoring while the engine is awake; lower the memory"):
         limit.beside_engine(too_much, batch.groups)
     assert limit.metrics() == {"microbatch/max_tokens": before, "microbatch/out_of_memory": 0}
 

@@ -44,7 +44,7 @@ def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
 
 def test_a_folder_that_this_machine_does_not_see_is_said_before_anything_is_written(tmp_path: Path) -> None:
     policy = make_policy(tiny("qwen3_vl"))
-    with pytest.raises(TrainError, match=r"elsewhere is not there on .*; put run_dir on storage that all machines see"):
+    with pytest.raises(TrainError, match=r"elsewhere does not exist on .*; put run_dir on storage that all"):
         policy.save(tmp_path / "elsewhere")
     save_policy(policy, tmp_path)
 

@@ -1,4 +1,4 @@
-"""`fovea export`: a checkpoint as a Hugging Face folder that transformers (or peft, for an adapter) loads.
+"""`fovea export`: write a checkpoint as a Hugging Face folder that transformers (or peft, for an adapter) can load.
 
 The folder is written under a temporary name, loaded again and compared with the checkpoint before it is renamed.
 """
@@ -51,10 +51,10 @@ from fovea_gym.types import ImageRef, Message
 from fovea_gym.utils.bounded import read_file
 from fovea_gym.utils.files import atomic_folder
 
-# A different summation order moves log-probs by 1e-5 in float32. In bfloat16 it moves those of 30 layers by .11 in the
-# root mean square, and single tokens by .27; two exchanged projections or a differently processed image by .9 and more.
+# A different summation order changes log-probs by 1e-5 in float32. In bfloat16 it changes those of 30 layers by .11
+# (root mean square), and single tokens by .27; two swapped projections or another image processing, by .9 and more.
 MAX_LOGPROB_RMS = {torch.float32: 5e-4, torch.bfloat16: 0.3}
-"""Largest allowed root mean square of the log-prob differences of an answer's tokens, by weight dtype."""
+"""Largest allowed root mean square of the log-prob differences over an answer's tokens, by weight dtype."""
 PROBE_QUESTION = "What is in this picture, and how many of them are there?"
 PROBE_SIDES_PX = (99, 187)
 PROBE_ANSWER = "Two red circles and a square: \\boxed{3}."
@@ -70,17 +70,17 @@ class Reloaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A prompt with an image, and an answer, on which the log-probs of two models are compared."""
+    """A prompt with an image, and an answer whose log-probs under two models are compared."""
 
     prompt: Prompt
     token_ids_T: NDArray[np.int64]
 
 
 def make_probe(processor: Processor, settings: Model) -> Probe:
-    """A probe with a noise image of fixed seed."""
-    # no multiple of the patch size, so that the image processor has to resize and its settings are tested too
+    """Make a probe with a noise image from a fixed seed."""
+    # not a multiple of the patch size, so that the image processor must resize and its settings are tested too
     noise = np.random.default_rng(0).integers(0, 256, (*PROBE_SIDES_PX, 3), dtype=np.uint8)
-    opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)  # of which the noise needs neither
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)  # both limits are above what the noise image needs
     renderer = Renderer(processor, opener, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
     message = Message(role="user", parts=(ImageRef(source=noise), PROBE_QUESTION))
     return Probe(
@@ -99,7 +99,7 @@ def our_logprobs(model: OpenedModel, probe: Probe) -> Tensor:
 
 @torch.no_grad()
 def reloaded_logprobs(reloaded: Reloaded, probe: Probe, device: torch.device) -> Tensor:
-    """Log-probs [T] of the probe's answer by transformers' forward pass, which makes positions and masks itself."""
+    """Log-probs [T] of the probe's answer by transformers' forward pass, which computes positions and masks itself."""
     network: Any = reloaded.network.to(device)  # type: ignore[arg-type]
     prompt_ids_L, answer_ids_T = (
         torch.from_numpy(ids).to(device) for ids in (probe.prompt.token_ids_L, probe.token_ids_T)
@@ -109,8 +109,8 @@ def reloaded_logprobs(reloaded: Reloaded, probe: Probe, device: torch.device) ->
 
 
 def check(model: OpenedModel, reloaded: Reloaded, probe: Probe, *, merged: bool) -> float:
-    """Largest log-prob difference of the reloaded folder, which if `merged` has equal weights; ModelError otherwise."""
-    # cheap and specific checks first: a wrong weight or token is named as such, not as a log-prob difference
+    """Largest log-prob difference of the reloaded folder; ModelError if it differs, with `merged` also in weights."""
+    # cheap and specific checks first, to report a wrong weight or token as such and not as a log-prob difference
     different = None
     if merged:
         different = _different_weights(model.vlm.network, reloaded.network)
@@ -134,31 +134,31 @@ def check(model: OpenedModel, reloaded: Reloaded, probe: Probe, *, merged: bool)
 
 
 def beyond_rounding(differences_T: Tensor, dtype: torch.dtype) -> str | None:
-    """Describe a log-prob difference beyond rounding of this dtype, else None."""
+    """Describe a log-prob difference beyond rounding of this dtype; None if there is none."""
     rms = float(differences_T.square().mean().sqrt())
     # `not <=` and not `>`: a NaN is a difference
     if not rms <= MAX_LOGPROB_RMS[dtype]:
-        return f"the log-probs of the probe are off by {rms:.3g} in the root mean square"
+        return f"the log-probs of the probe differ by {rms:.3g} (root mean square)"
     return None
 
 
 def _different_weights(network: PreTrainedModel, reloaded: PreTrainedModel) -> str | None:
     wanted, found = dict(merged_weights(network)), dict(reloaded.named_parameters())
     if wanted.keys() != found.keys():
-        return f"its weights have other names, first {min(wanted.keys() ^ found.keys())}"
+        return f"its weights have different names, first {min(wanted.keys() ^ found.keys())}"
     first = next((name for name in wanted if not torch.equal(wanted[name].cpu(), found[name].cpu())), None)
-    return None if first is None else f"the weight {first} has other values"
+    return None if first is None else f"the weight {first} has different values"
 
 
 def _different_bans(banned_ids: Sequence[int], reloaded: Reloaded) -> str | None:
-    """True if transformers' generate, or a processor of ours, would draw other ids from the folder than the run did."""
+    """Describe banned ids of the folder (for transformers' generate or Fovea's processor) that differ from the run."""
     assert reloaded.network.generation_config is not None
     read = {
         "its processor bans": reloaded.processor.banned_ids,
         "its generation config suppresses": reloaded.network.generation_config.suppress_tokens or (),
     }
     different = next((name for name, ids in read.items() if set(ids) != set(banned_ids)), None)
-    return None if different is None else f"{different} other token ids than the run"
+    return None if different is None else f"{different} different token ids than the run"
 
 
 def _different_prompt(probe: Probe, reloaded: Processor) -> str | None:
@@ -197,9 +197,9 @@ def export(
 ) -> Exported:
     """Write the model of a run or checkpoint to the folder `out`.
 
-    `overrides` replace settings of the run, such as the path of the base model or the device; `trust` lets code run
-    that the run's settings name, should its tiny model have to be made again. ConfigError when `out` is
-    not empty; ModelError when the reloaded folder differs from the checkpoint, in which case nothing is written.
+    `overrides` replace settings of the run, such as the path of the base model or the device; `trust` allows code that
+    the run's settings name, if its tiny model must be made again. ConfigError if `out` is not empty; ModelError if the
+    reloaded folder differs from the checkpoint, in which case nothing is written.
     """
     check_empty(out)
     target = find_checkpoint(source)
@@ -221,12 +221,12 @@ def export(
 
 
 def push(folder: Path, repo: str) -> str:
-    """Upload a folder to a hub repository and return its URL; a new repository is created private."""
+    """Upload a folder to a Hub repository and return its URL; a new repository is private."""
     try:
         api = HfApi()
         url = api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by fovea export")
-    except (OSError, ValueError) as error:  # base classes of all errors of huggingface_hub
+    except (OSError, ValueError) as error:  # base classes of all errors in huggingface_hub
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
             f"--push {repo}: {reason}; {folder} is complete: upload it with `hf upload {repo} {folder}`"
@@ -243,23 +243,21 @@ def check_repo(repo: str) -> None:
 def check_empty(out: Path) -> None:
     """ConfigError for a folder that a model cannot be exported to, raised before any work is done."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: it exists and is not an empty folder; export to another one")
+        raise ConfigError(f"{out}: exists and is not an empty folder; export to another one")
 
 
 def _check_adapter(model: OpenedModel, target: CheckpointTarget) -> None:
     if model.config.model.lora is None:
-        raise ConfigError(
-            f"{target.name} trained no adapter (model.lora) that could be exported by itself; export the whole model"
-        )
+        raise ConfigError(f"{target.name} has no adapter (model.lora) to export separately; export the whole model")
     if model.config.model.tiny is not None:
         raise ConfigError(
-            f"the model under the adapter of {target.name} was created by model.tiny and is in no folder that an "
-            "adapter by itself could refer to; export the whole model"
+            f"the model under the adapter of {target.name} was made by model.tiny, so there is no folder that "
+            "a separate adapter could refer to; export the whole model"
         )
 
 
 def write_model(folder: Path, model: OpenedModel) -> None:
-    """Write weights with adapters merged, config, tokenizer with the chat template, and image processor."""
+    """Write the weights with adapters merged, config, tokenizer with chat template, and image processor."""
     save_network(model.vlm, folder)
     processor, settings = model.processor, model.config.model
     processor.tokenizer.chat_template = template_with_defaults(processor)
@@ -276,12 +274,12 @@ def write_model(folder: Path, model: OpenedModel) -> None:
 
 
 def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Mapping[str, Any]) -> None:
-    """Write the video processor of the base folder, else one of the family's class with this model's patch sizes."""
-    # Without this file AutoProcessor derives a video processor from the image processor: of Qwen2-VL's class, whatever
-    # the model, and with the pixel limit of one image for a whole video.
+    """Write the base folder's video processor, or one of the family's class with this model's patch sizes."""
+    # Without this file AutoProcessor derives a video processor from the image processor: it has Qwen2-VL's class for
+    # any model, and the pixel limit of one image for a whole video.
     base = Path(model.config.model.path or "", VIDEO_PROCESSOR_FILE)
     if model.config.model.path is not None and base.is_file():
-        # the hub's cache holds a snapshot as links into the folder of its repository
+        # in the Hub's cache, a snapshot consists of links into the folder of its repository
         snapshot = base.parent.resolve()
         root = snapshot.parents[1] if snapshot.parent.name == "snapshots" else snapshot
         (folder / VIDEO_PROCESSOR_FILE).write_bytes(read_file(base, within=root))
@@ -316,13 +314,13 @@ def write_adapter(folder: Path, model: OpenedModel) -> None:
 
 
 def reload_model(folder: Path, model: OpenedModel) -> Reloaded:
-    """The exported folder loaded by transformers' Auto classes."""
+    """Load the exported folder with transformers' Auto classes."""
     settings = Model(path=str(folder), dtype=model.config.model.dtype, family=model.config.model.family)
     return Reloaded(network=load_network(settings), processor=load_processor(settings))
 
 
 def reload_adapter(folder: Path, model: OpenedModel) -> Reloaded:
-    """The base model, loaded afresh, with the exported adapter applied by peft."""
+    """Load the base model again, and apply the exported adapter with peft."""
     adapted: Any = PeftModel.from_pretrained(load_network(model.config.model), str(folder))
     return Reloaded(network=adapted, processor=load_processor(model.config.model))
 
@@ -345,7 +343,7 @@ def _card(target: CheckpointTarget, model: OpenedModel, exported: Exported) -> s
 
 
 def step_of(target: CheckpointTarget) -> int:
-    """Number of RL steps of a checkpoint."""
+    """Number of RL steps before a checkpoint."""
     try:
         return int(json.loads(read_file(target.folder / STATE, within=target.folder))["step"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

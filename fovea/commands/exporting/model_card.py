@@ -1,4 +1,4 @@
-"""Model card (README.md) of an exported folder, in which text from a data set ends no table or code block."""
+"""Model card (README.md) of an exported folder; text from a data set cannot end a table or code block in it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Card:
     max_logprob_difference: float
     left_out: tuple[str, ...]
     banned_ids: tuple[int, ...]
-    """Token ids that training never drew (`Processor.banned_ids`)."""
+    """Token ids that training never sampled (`Processor.banned_ids`)."""
 
 
 def model_card(card: Card) -> str:
-    """The model card as Markdown with YAML front matter for the hub."""
+    """The model card as Markdown with YAML front matter for the Hub."""
     blocks = [
         _front_matter(card),
         f"# {_plain(card.name)}",
@@ -54,7 +54,7 @@ def _front_matter(card: Card) -> str:
     fields: dict[str, object] = {"library_name": "peft" if card.adapter_only else "transformers"}
     fields |= {"pipeline_tag": "image-text-to-text", "tags": tags}
     base = card.config.model.path
-    if base is not None and REPOSITORY_ID.fullmatch(base) and not Path(base).exists():  # no local folder
+    if base is not None and REPOSITORY_ID.fullmatch(base) and not Path(base).exists():  # not a local folder
         fields["base_model"] = base
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
 
@@ -71,15 +71,15 @@ def _description(card: Card) -> str:
     if card.left_out:
         lines.append(
             f"The checkpoint also holds a value function ({', '.join(card.left_out)}), which only PPO training "
-            "needs: it is not exported."
+            "needs; it is not exported."
         )
     if kwargs := config.model.chat_template_kwargs:
         given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
         where = "pass it to apply_chat_template" if card.adapter_only else "they are defaults of this folder's template"
-        lines.append(f"Prompts were written by the chat template with `{given}`: {where}.")
+        lines.append(f"Prompts were made by the chat template with `{given}`: {where}.")
     if not card.adapter_only:
         lines.append(
-            f"Training gave {len(card.banned_ids)} token ids, special tokens above all, probability 0: they are the "
+            f"Training gave {len(card.banned_ids)} token ids, mainly special tokens, probability 0: they are the "
             "`suppress_tokens` of `generation_config.json`, which engines other than transformers need as a setting."
         )
     lines.append(
@@ -102,7 +102,7 @@ def _how_to_load(card: Card) -> str:
     if card.adapter_only:
         load = (
             f'base = {card.model_class}.from_pretrained({json.dumps(card.config.model.path)}, dtype="auto")\n'
-            f"base.generation_config.suppress_tokens = {list(card.banned_ids)}  # never drawn in training\n"
+            f"base.generation_config.suppress_tokens = {list(card.banned_ids)}  # never sampled in training\n"
             f"model = PeftModel.from_pretrained(base, {folder})"
         )
     imports = f"from transformers import AutoTokenizer, AutoImageProcessor, {card.model_class}"
@@ -119,14 +119,14 @@ def _how_to_load(card: Card) -> str:
 def _results(card: Card) -> str:
     summary = card.summary
     if summary is None:
-        return "## Results\n\nThe run had not finished when this step was exported, so that there are no final results."
+        return "## Results\n\nThe run had not finished when this step was exported, so there are no final results."
     warmup = {kind: value.mean for kind, value in by_type_at(summary, "warmup").items()}
     rows = [
         f"| {_plain(kind)} | {_percent(warmup.get(kind))} | {percent_text(final)} | {final.n} |"
         for kind, final in by_type_at(summary, "final").items()
     ]
     steps = summary["steps"]
-    whose = "" if steps == card.step else f" They are of the run's last step, {steps}, and not of this checkpoint."
+    whose = "" if steps == card.step else f" They are from the run's last step, {steps}, not from this checkpoint."
     accuracy = summary["accuracy"]
     lines = [
         "## Results",

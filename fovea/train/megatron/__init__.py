@@ -6,6 +6,6 @@ try:
     import megatron.bridge  # noqa: F401
 except ImportError as error:
     raise ConfigError(
-        f"train.backend=megatron, but {error.name} is not installed; docs/megatron.md says how to get it into a "
-        "separate environment; set train.backend.name=torch to train without"
+        f"train.backend=megatron, but {error.name} is not installed; install it into a separate environment "
+        "(docs/megatron.md), or set train.backend.name=torch to train without it"
     ) from error

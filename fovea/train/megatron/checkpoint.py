@@ -1,6 +1,6 @@
-"""The state of a Megatron policy in a checkpoint, by Megatron-core's own distributed files.
+"""State of a Megatron policy in a checkpoint, in the distributed format of Megatron-core.
 
-They are read by any number of processes, divided in any way.
+Any number of processes can read it, with any division of the model.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fovea.train.megatron.optimizer import MegatronOptimizer
 from fovea.train.megatron.parallel import ParallelRank
 
 STATE, COUNTS = "megatron", "policy.json"
-"""Folder of the tensors, and the file of the counters beside it."""
+"""Folder of the tensors, and the file of the counters next to it."""
 
 VALUE = "value"
 """Key of the value head and its moments."""
 HAS_REFERENCE = "has_reference"
 
-# the result of writing comes through a queue, for which Megatron would start a process that outlives a kill of this
-# one; a save that is waited for needs none (megatron-core 0.16.1)
+# Megatron would start a process for the queue that returns the result of writing, and it would outlive a kill of this
+# process; a synchronous save does not need it (megatron-core 0.16.1)
 filesystem_async._results_queue = SimpleQueue()
 
 
@@ -55,7 +55,7 @@ class MegatronCheckpoints:
     def save(self, folder: Path, counts: Mapping[str, int], reference: Any | None = None) -> None:
         """Write all tensors and counters into an existing folder, by all processes together.
 
-        `reference` is the model of the KL term where it is not the one that was loaded.
+        `reference` is the model of the KL term if it is not the one that was loaded.
         """
         target = folder / STATE
         self._place.everyone.run_on_first(target.mkdir)
@@ -68,9 +68,9 @@ class MegatronCheckpoints:
         self._place.everyone.run_on_first(lambda: _write(folder / COUNTS, written))
 
     def load(self, folder: Path, reference: Any | None = None) -> dict[str, int]:
-        """Restore all tensors in place and return the counters; TrainError where they belong to another model.
+        """Restore all tensors in place and return the counters; TrainError if they belong to another model.
 
-        `reference` is left as it is where none was saved.
+        `reference` stays unchanged if none was saved.
         """
         with _reading(folder), self._optimizer.on_device():
             counts: dict[str, int] = json.loads((folder / COUNTS).read_text())
@@ -94,9 +94,9 @@ class MegatronCheckpoints:
 
 
 def load_weights(folder: Path, chunk: Any) -> tuple[str, ...]:
-    """Restore the weights of a model only, in place; TrainError where they belong to another model.
+    """Restore only the weights of a model, in place; TrainError if they belong to another model.
 
-    Returns the names of what else there is: of a value function.
+    Returns the names of the checkpoint's other parts: a value function, if there is one.
     """
     with _reading(folder):
         state = dist_checkpointing.load({"model": _weights(chunk)}, str(folder / STATE))
@@ -105,23 +105,23 @@ def load_weights(folder: Path, chunk: Any) -> tuple[str, ...]:
 
 
 def _weights(module: Any) -> dict[str, Any]:
-    """This process's slices of the weights that are trained: others are those of the model's folder."""
+    """This process's slices of the trained weights; all others are unchanged from the model's folder."""
     module = _unwrapped(module)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     has_adapters = any(".adapter." in name for name in trained)
-    # a tensor for each layer instead of one for all: of the layers, some may have adapters and others none
+    # a tensor for each layer instead of one for all layers, since only some of them may have adapters
     slices = module.sharded_state_dict(metadata={"non_homogeneous_layers": True} if has_adapters else None)
     return {name: slices[name] for name in slices if name in trained}
 
 
 def _restore(module: Any, weights: Mapping[str, Any]) -> None:
-    """Load the weights that `_weights` asked for, all of which have been found."""
+    """Load weights that were read under the names of `_weights`."""
     _, unknown = _unwrapped(module).load_state_dict(weights, strict=False)
-    assert not unknown, f"weights of no module: {unknown[:3]}"
+    assert not unknown, f"weights without a module: {unknown[:3]}"
 
 
 def _unwrapped(module: Any) -> Any:
-    """The model without the wrapper that it has in 16 bits, under whose names nothing is saved."""
+    """The model without its 16-bit wrapper, whose names do not appear in checkpoints."""
     return unwrap_model([module])[0]
 
 
@@ -131,7 +131,7 @@ def _reading(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointingException) as error:
         raise TrainError(f"{folder}: {broken_checkpoint(error)}") from error
-    except CheckpointException as error:  # what failed on each rank; no Exception
+    except CheckpointException as error:  # holds the failures of all ranks; not a subclass of Exception
         failed = [cause for cause, _ in error.failures.values() if isinstance(cause, Exception)]
         raise TrainError(f"{folder}: {broken_checkpoint(failed[0] if failed else RuntimeError(error))}") from error
 

@@ -1,4 +1,4 @@
-"""PPO's value function on the trunk of a Megatron model: a head on the states of the last stage, and its AdamW."""
+"""PPO's value function on a Megatron model: a head on the hidden states of the last stage, and its AdamW."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fovea.train.megatron.parallel import ParallelRank
 
 
 class ReplicatedValueHead:
-    """AdamW on a value head that every process has whole, since it is small; its gradient is that of all shares."""
+    """A value head and its AdamW, replicated on every process because it is small; gradients are summed over shares."""
 
     def __init__(
         self, critic: Critic, settings: AdamWSettings, place: ParallelRank, *, width: int, device: torch.device
     ) -> None:
-        """`width` is that of the model's states."""
+        """`width` is the hidden size of the model."""
         self.head = ValueHead(width, detach_trunk=critic.trunk == "detached").to(device)
         self._settings = settings
         self._place = place
@@ -29,11 +29,11 @@ class ReplicatedValueHead:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters under training."""
+        """Number of trained parameters."""
         return sum(parameter.numel() for parameter in self.head.parameters())
 
     def set_rate(self, step: int) -> float:
-        """Set the learning rate for step 0, 1, ... of the run; returns it."""
+        """Set and return the learning rate for step 0, 1, ... of the run."""
         rate = self._settings.rate(step)
         set_learning_rate(self._adamw, rate)
         return rate
@@ -42,16 +42,16 @@ class ReplicatedValueHead:
         """Do nothing: a head's moments are too small to run out of memory."""
 
     def zero_grad(self) -> None:
-        """Begin the sum of gradients anew; also on stages that no value is computed on."""
+        """Set the gradients to zero, also on stages that compute no values."""
         for parameter in self.head.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
     def clip(self) -> Tensor:
-        """Sum the gradients up over all shares and clip them to `max_grad_norm`; returns the norm before."""
+        """Sum the gradients over all shares and clip them to `max_grad_norm`; returns the norm before clipping."""
         everyone = self._place.everyone
         if everyone.mesh is not None:
-            # losses are multiplied by the number of shares (`MegatronPasses.backward`), and each slice of the tensors
-            # has them
+            # losses are multiplied by the number of shares (`MegatronPasses.backward`), and every tensor rank has the
+            # same gradient
             times = self._place.data.size * (everyone.size // self._place.results.size)
             for parameter in self.head.parameters():
                 assert parameter.grad is not None
@@ -64,7 +64,7 @@ class ReplicatedValueHead:
         self._adamw.step()
 
     def state(self) -> dict[str, Any]:
-        """State that `load_state` restores, equal on all processes."""
+        """The state for `load_state`, which is the same on all processes."""
         return {"head": self.head.state_dict(), "optimizer": self._adamw.state_dict()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a Megatron model: loaded, run on packed rows, and given back by Megatron's bridge.
+"""A Hugging Face model in Megatron: loaded, run on packed rows, and exported by Megatron's bridge.
 
 Axes: `N` tokens of all rows, `E` width of the model.
 """
@@ -58,7 +58,7 @@ TARGETS = {
     "linear_fc1": ("linear_fc1_gate", "linear_fc1_up"),
     "linear_fc2": ("linear_fc2",),
 }
-"""The bridge's names of the projections in each of Megatron's layers; it takes all of a layer or none."""
+"""The bridge's names of the projections in each of Megatron's layers, of which it adapts all or none."""
 PROJECTIONS = {
     "self_attn.q_proj": ("self_attention", "linear_qkv", "adapter_q"),
     "self_attn.k_proj": ("self_attention", "linear_qkv", "adapter_k"),
@@ -68,14 +68,14 @@ PROJECTIONS = {
     "mlp.up_proj": ("mlp", "linear_fc1", "adapter_up"),
     "mlp.down_proj": ("mlp", "linear_fc2", None),
 }
-"""Megatron's module and layer of each of transformers' projections, and its adapter where that layer has several."""
+"""Megatron's module and layer for each projection of transformers, and the adapter if the layer has several."""
 
 
 def add_adapters(module: Any, network: nn.Module, lora: Lora) -> None:
     """Add the adapters of `network` (peft's, by transformers' names) to this process's slice of the same model.
 
-    All else is frozen. Projections that have no adapter in `network`, beside others of the same layer, get one that
-    adds 0 and is not trained.
+    All other weights are frozen. A projection without an adapter in `network` gets one that adds 0 and is not trained
+    if other projections of its layer have adapters.
     """
     wanted = {PROJECTIONS[projection][1] for path in lora_layers(network) for projection in [_projection(path)]}
     targets = [f"language_model.*.{target}" for layer in sorted(wanted) for target in TARGETS[layer]]
@@ -98,14 +98,14 @@ def adapters_off(module: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def _take_values(module: Any, network: nn.Module) -> None:
-    """Copy this process's slices of the matrices A and B of each of the network's adapters."""
+    """Copy this process's slices of the matrices A and B of all adapters of the network."""
     rank, size = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
     given = lora_layers(network)
     for path, adapter in _adapters(module, f"{family_of_network(network).language_path}.layers"):
-        # read for nothing but the form of checkpoints, where linear_fc1 stands for gate and up in one
+        # used only for the format of checkpoints, where linear_fc1 would mean gate and up in one
         adapter.base_linear_name = path
         for part, linear in (("lora_A", adapter.linear_in), ("lora_B", adapter.linear_out)):
             linear.weight.requires_grad_(path in given)
@@ -115,7 +115,7 @@ def _take_values(module: Any, network: nn.Module) -> None:
 
 
 def _adapters(module: Any, layers_path: str) -> Iterator[tuple[str, Any]]:
-    """Transformers' paths of the projections in this process's layers, and their adapters."""
+    """The adapters in this process's layers, with the paths of their projections in transformers."""
     for layer in module.language_model.decoder.layers:
         for projection, (owner, name, key) in PROJECTIONS.items():
             wrapper = getattr(getattr(layer, owner), name)
@@ -143,9 +143,9 @@ NOT_ON_A_CPU = (
 
 
 def skeleton(settings: Model, banned_ids: Sequence[int], seed: int) -> PlainVLM:
-    """transformers' modules of the model, without weights: their names and sizes, and which of them are trained.
+    """transformers' modules of the model, without weights: names, sizes, and which of them are trained.
 
-    LoRA adapters have their first values, by the run's seed or from a folder.
+    LoRA adapters have their initial values, from the run's seed or from a folder.
 
     ConfigError for a model that Megatron cannot train here.
     """
@@ -172,12 +172,12 @@ def skeleton(settings: Model, banned_ids: Sequence[int], seed: int) -> PlainVLM:
         _make_linears_empty(network)
     choose_trainable(network, settings, seed)
     shape = PlainVLM(network, banned_ids)
-    shape.banned_K = shape.banned_K.to(pick_device(settings.device))  # and all that passes take
+    shape.banned_K = shape.banned_K.to(pick_device(settings.device))  # the device of all inputs of passes
     return shape
 
 
 def _make_linears_empty(network: nn.Module) -> None:
-    """Give linear layers weights of the host that take no memory: adapters are made where the weight beside them is."""
+    """Give linear layers host weights that take no memory: peft makes adapters on the device of the layer's weight."""
     for module in language_model(network).modules():
         if isinstance(module, nn.Linear):
             shape, dtype = module.weight.shape, module.weight.dtype
@@ -185,22 +185,22 @@ def _make_linears_empty(network: nn.Module) -> None:
 
 
 class MegatronModel:
-    """This process's slice of the model: its layers of a pipeline stage, their tensors split over the tensor axis."""
+    """This process's slice of the model: the layers of its pipeline stage, with tensors split over the tensor axis."""
 
     def __init__(self, config: Config, settings: Model, shape: PlainVLM, place: ParallelRank) -> None:
         self.place = place
         self.shape = shape
         self.device = pick_device(settings.device)
         pretrained = PreTrainedCausalLM.from_pretrained(settings.path, **hub_options(settings))
-        # the bridge would read the file as transformers 4 does: of a folder written by version 5 without rotary
-        # positions, or not at all
+        # the bridge would read the file as transformers 4 does: for a folder written by version 5, it would miss the
+        # rotary settings or fail
         pretrained.config = load_config(str(settings.path), **hub_options(settings))
         self._bridge = AutoBridge(pretrained)
         backend = config.train.backend
         assert isinstance(backend, MegatronBackend)
         check_division(shape.network.config.model_type, shape.text_config, backend)
         self.config = self._provider(config, backend, settings)
-        with redirect_stdout(StringIO()):  # it prints the number of its parameters
+        with redirect_stdout(StringIO()):  # it prints the number of parameters
             self.chunk = self.config.provide_distributed_model(
                 wrap_with_ddp=False, use_cpu_initialization=self.device.type == "cpu"
             )[0]
@@ -217,32 +217,32 @@ class MegatronModel:
             _recompute_layers(self.module)
 
     def _provider(self, config: Config, backend: MegatronBackend, settings: Model) -> Any:
-        """Megatron's settings of the model, from those of its folder and of the run."""
+        """Megatron's settings for the model, from the config in its folder and the run's settings."""
         provider = self._bridge.to_megatron_provider()
         dtype = DTYPES[settings.dtype]
         provider.params_dtype = provider.pipeline_dtype = dtype
         provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
-        # the bridge leaves those of Qwen2.5-VL at the full-size models'
+        # for Qwen2.5-VL the bridge keeps the sections of the full-size models
         provider.mrope_section = self.shape.text_config.rope_scaling["mrope_section"]
         provider.freeze_vision_model = not settings.trains_tower
         provider.freeze_vision_projection = not settings.trains_projector
         provider.tensor_model_parallel_size = backend.tensor_parallel_size
         provider.pipeline_model_parallel_size = backend.pipeline_parallel_size
         provider.sequence_parallel = backend.sequence_parallel
-        # micro-batches of a pipeline differ in length, which Megatron allows only with this dispatcher (of experts)
+        # micro-batches of a pipeline differ in length, which Megatron allows only with this expert dispatcher
         provider.variable_seq_lengths = backend.pipeline_parallel_size > 1
         provider.moe_token_dispatcher_type = "alltoall"
-        # the fused kernel counts positions of packed rows from 0, and M-RoPE has others
+        # the fused kernel counts positions of packed rows from 0, which is not how M-RoPE numbers them
         provider.apply_rope_fusion = False
         if self.shape.network.config.model_type == MIXTURE:
             provider.freeze_language_model = False
             provider.expert_model_parallel_size = backend.expert_parallel_size
             provider.expert_tensor_parallel_size = 1
             provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
-            # the engine's router multiplies in the model's type as well
+            # the engine's router computes in the model's dtype as well
             provider.moe_router_dtype = None
-        # with weights to come the bridge would skip this, and with it the marks of tensors that are split, by which
-        # Megatron counts each of them in the gradient's norm
+        # the bridge would skip initialization, since it loads weights later; but that also marks the tensors that are
+        # split, without which Megatron would not count each of them in the gradient norm
         provider.perform_initialization = True
         if self.device.type == "cpu":
             for name in NOT_ON_A_CPU:
@@ -252,9 +252,9 @@ class MegatronModel:
         return provider
 
     def for_training(self) -> DistributedDataParallel:
-        """The model with buffers that its gradients are summed up in, over micro-batches and then over shares."""
+        """The model with gradient buffers, which sum over micro-batches and then over shares."""
         settings = DistributedDataParallelConfig(
-            # also of a single share: the files of this optimizer are those that other numbers of processes read
+            # also for a single share: the files of this optimizer can be read by another number of processes
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
             overlap_grad_reduce=False,
@@ -262,17 +262,17 @@ class MegatronModel:
         return DistributedDataParallel(self.config, settings, self.chunk)
 
     def pack(self, rows: Sequence[PlainRow]) -> PackedRows:
-        """Join rows for `states`.
+        """Join rows for `states`, padded to a multiple of the number of tensor ranks.
 
-        With sequence parallel each rank has as many of the tokens between its slices of layers; and the bridge's
-        adapters count the heads of all ranks, which comes out right for groups of as many tokens as ranks.
+        Sequence parallelism divides the tokens evenly among these ranks, and the bridge's adapters, which count the
+        heads of all ranks, are correct only for such a multiple.
         """
         return pack_rows(rows, self.shape.family, multiple_of=self.config.tensor_model_parallel_size)
 
     def states(self, model: Any, packed: PackedRows) -> Tensor:
-        """Output of this stage for packed rows: of the last one the states [N, 1, E] after the final norm.
+        """Output of this stage for packed rows; on the last stage the hidden states [N, 1, E] after the final norm.
 
-        `model` is this one or a wrapper of it.
+        `model` is this model or a wrapper of it.
         """
         ids_1N = packed.token_ids_N[None]
         inputs = self.shape.family.forward_inputs(ids_1N, packed.images)
@@ -281,29 +281,29 @@ class MegatronModel:
         with _without_head(language), attending_to_own_row(language, packed):
             states: Tensor = model(input_ids=ids_1N, position_ids=None, attention_mask=None, **inputs)
         if self.config.sequence_parallel and self.module.post_process:
-            # each rank gets the whole gradient (`MegatronPasses`) and goes on with the slice of its tokens
+            # each rank gets the whole gradient (`MegatronPasses`) and continues with the slice of its tokens
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
-        return states.contiguous()  # which a stage needs in order to send them
+        return states.contiguous()  # a stage can send only contiguous tensors
 
     @property
     def head(self) -> Tensor:
-        """This rank's slice of the language-model head; on the last stage."""
+        """This rank's slice of the language-model head; only on the last stage."""
         language = self.module.language_model
         tied = language.share_embeddings_and_output_weights
         weight: Tensor = language.shared_embedding_or_output_weight() if tied else language.output_layer.weight
         return weight
 
     def weights_to_sync(self) -> Iterator[WeightToSync]:
-        """Every weight whole, under its Hugging Face name, adapters beside those that they add to.
+        """Every full weight under its Hugging Face name, with adapters separate.
 
-        Made by all ranks together, and then the same on each.
+        All ranks must call it together; each gets the same weights.
         """
         trained = {name for name, parameter in factored_weights(self.shape.network) if parameter.requires_grad}
         for name, tensor in chain(self._base_weights(), self._adapter_weights()):
             yield WeightToSync(name=name, parameter=tensor.detach().requires_grad_(name in trained))
 
     def merged_weights_to_sync(self) -> Iterator[WeightToSync]:
-        """As `weights_to_sync`, each adapter merged into the weight that it adds to."""
+        """As `weights_to_sync`, but with each adapter merged into its weight."""
         trained = {
             name
             for name, parameter, adapter in adapted_weights(self.shape.network)
@@ -321,18 +321,18 @@ class MegatronModel:
             [self.chunk], cpu=False, show_progress=False, merge_adapter_weights=False
         ):
             name = self._module_name(exported).replace(".base_layer.", ".")
-            if name in wanted:  # a tied head comes under a separate name as well
+            if name in wanted:  # a tied head is also exported under a separate name
                 yield name, tensor
 
     def _adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         wanted = weight_names(self.shape.network)
         for exported, tensor in self._bridge.export_adapter_weights([self.chunk], cpu=False, show_progress=False):
             name = self._module_name(exported).removesuffix(".weight") + f".{ADAPTER}.weight"
-            if name in wanted:  # not one that only fills up its layer (`adapters.add_adapters`)
+            if name in wanted:  # not one that only completes its layer (`add_adapters`)
                 yield name, tensor.detach()
 
     def _module_name(self, exported: str) -> str:
-        """transformers' name of a parameter, which for Qwen2.5-VL is not that in files."""
+        """transformers' name of a parameter; for Qwen2.5-VL it differs from the name in files."""
         renamed = getattr(self.shape.network, "_checkpoint_conversion_mapping", {})
         for pattern, replacement in renamed.items():
             exported, found = re.subn(pattern, replacement, exported)
@@ -344,9 +344,9 @@ class MegatronModel:
 def _sum_deepstack_gradients(
     _tower: Any, _inputs: Any, out: tuple[Tensor, list[Tensor]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Make the gradient of deepstack features that of all ranks: each adds them only to its own tokens.
+    """Sum the gradient of deepstack features over all ranks, since each rank adds them only to its own tokens.
 
-    Megatron then takes the mean of the tower's gradients over the ranks, which without this would be too small.
+    Megatron then averages the tower's gradients over the ranks; without this sum they would be too small.
     """
     tokens, deepstack = out
     return tokens, [copy_to_tensor_model_parallel_region(features) for features in deepstack]
@@ -360,19 +360,19 @@ def copy_slices(source: MegatronModel, target: MegatronModel) -> None:
 
 
 def _recompute_layers(module: Any) -> None:
-    """Compute each decoder layer of this stage again in the backward pass, from its inputs.
+    """Recompute each decoder layer of this stage from its inputs in the backward pass.
 
-    Megatron's `recompute_granularity` means the same, but its checkpoints save only tensors, and the bridge's Qwen3-VL
-    hands them the list of its deepstack features.
+    Megatron's `recompute_granularity` does the same, but it can save only tensors, and the bridge's Qwen3-VL passes a
+    list of deepstack features.
     """
     for layer in module.language_model.decoder.layers:
-        # no dropout, so that no random states need restoring
+        # the layers have no dropout, so no random state needs restoring
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextmanager
 def _without_head(language: Any) -> Iterator[None]:
-    """Make the last stage return states instead of logits of all tokens: few of them predict an action."""
+    """Make the last stage return hidden states instead of logits for all tokens, few of which predict an action."""
     before, language.post_process = language.post_process, False
     try:
         yield

@@ -1,4 +1,4 @@
-"""Megatron's optimizer behind the calls that an update makes: rate, clipping and step."""
+"""Megatron's optimizer with the calls that an update makes: rate, clipping and step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from fovea.train.adamw import AdamWSettings
 
 
 class Offloaded:
-    """Keeps the contents of tensors in the host's memory, but for the blocks that use them.
+    """Keeps the contents of tensors in host memory, except in the blocks that use them.
 
-    The tensors stay the same objects, and their memory on the GPU is free in between; so nothing that refers to them,
-    as an optimizer does to its state, has to know.
+    The tensors stay the same objects while their GPU memory is free, so that an optimizer can keep referring to them.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """`tensors` lists them, each with a separate storage; it is asked after each block, as they may be others."""
+        """`tensors` lists them, each with a separate storage; it is called after each block, since they may change."""
         self._list = tensors
         self._tensors: list[Tensor] = []
         self._copies: list[Tensor] = []
@@ -30,7 +29,7 @@ class Offloaded:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Within the block the tensors can be read and written."""
+        """A block in which the tensors can be read and written."""
         self._restore()
         try:
             yield
@@ -41,7 +40,7 @@ class Offloaded:
     def _release(self) -> None:
         self._tensors = list(self._list())
         if [x.shape for x in self._tensors] != [x.shape for x in self._copies]:
-            # made once: pinning memory takes longer than a copy
+            # allocated once: pinning memory takes longer than a copy
             self._copies = [torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in self._tensors]
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             copy.copy_(tensor, non_blocking=True)
@@ -63,19 +62,19 @@ class Offloaded:
 
 
 LAYOUT = "fully_reshardable"
-"""The moments under the names and in the shapes of their weights, whatever part of them a process has."""
+"""Checkpoint layout in which moments have the names and shapes of their weights, however these are divided."""
 
 
 class MegatronOptimizer:
-    """AdamW of Megatron-core, whose moments and float32 weights are sharded over the data axis where there is one."""
+    """AdamW of Megatron-core, whose moments and float32 weights are sharded over the data axis."""
 
     def __init__(
         self, model: DistributedDataParallel, settings: AdamWSettings, *, dtype: torch.dtype, offload: bool
     ) -> None:
-        """`offload` keeps moments and float32 weights in the host's memory between steps."""
+        """`offload` keeps moments and float32 weights in host memory between steps."""
         self._model = model
         self._settings = settings
-        # vectors do not decay, as in `train.adamw.make_adamw`: the default of Megatron too
+        # vectors do not decay, as in `train.adamw.make_adamw`; this is Megatron's default too
         self.inner = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -92,32 +91,32 @@ class MegatronOptimizer:
             [model],
         )
         for group in self.inner.param_groups:
-            # which Megatron leaves to a separate scheduler, so that vectors would decay as well
+            # Megatron leaves this to a separate scheduler, without which vectors would decay as well
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         self._make_moments()
         self._offloaded = Offloaded(self.states) if offload else None
 
     def on_device(self) -> AbstractContextManager[None]:
-        """A block in which `inner` may be used: elsewhere its state is in the host's memory, if that is set."""
+        """A block in which `inner` may be used; outside of it, an offloaded state is in host memory."""
         return nullcontext() if self._offloaded is None else self._offloaded.on_device()
 
     def set_rate(self, step: int) -> float:
-        """Set the learning rate for step 0, 1, ... of the run; returns it."""
+        """Set and return the learning rate for step 0, 1, ... of the run."""
         rate = self._settings.rate(step)
         for group in self.inner.param_groups:
             group["lr"] = rate
         return rate
 
     def zero_grad(self) -> None:
-        """Empty the buffers of gradients."""
+        """Set the gradient buffers to zero."""
         self._model.zero_grad_buffer()
         self.inner.zero_grad()
 
     def make_moments(self) -> None:
-        """Do nothing: the moments are there from the beginning."""
+        """Do nothing: the moments exist from the beginning."""
 
     def clip(self) -> Tensor:
-        """Norm [] of the gradient of the whole model, which `step` clips; the same on all ranks."""
+        """Return the gradient norm [] of the whole model, which is the same on all ranks; `step` clips the gradient."""
         self.inner.prepare_grads()
         return torch.tensor(float(self.inner.get_grad_norm()))
 
@@ -127,21 +126,21 @@ class MegatronOptimizer:
             self.inner.step()
 
     def sync_from_model(self) -> None:
-        """Copy the model's weights into the float32 ones, after another optimizer has trained it."""
+        """Copy the model's weights into the float32 weights, after another optimizer has trained the model."""
         with self.on_device():
             self.inner.reload_model_params()
 
     def state(self, weights: Mapping[str, Any], *, is_loading: bool) -> dict[Any, Any]:
-        """State of the optimizer for a checkpoint, beside this process's slices of the weights."""
-        # without its number in the names: once experts are dealt to processes, they have a separate optimizer
+        """State of the optimizer for a checkpoint; `weights` are this process's slices of the weights."""
+        # names without an optimizer's number: experts that are divided among processes have a separate optimizer
         metadata = {"distrib_optim_sharding_type": LAYOUT, "chained_optim_avoid_prefix": True}
         state: dict[Any, Any] = self.inner.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
         return state
 
     def load_state(self, saved: Mapping[Any, Any]) -> None:
-        """Restore moments and count of steps; `saved` is what came for a `state`, among what the file has besides.
+        """Restore moments and step count from a loaded `state`; settings stay those of the run.
 
-        Settings stay those of the run.
+        `saved` may hold other entries of the file as well.
         """
         optimizers = self.inner.chained_optimizers
         (num_steps,) = {group.get("step") for group in _groups(saved)}
@@ -154,7 +153,7 @@ class MegatronOptimizer:
             optimizer.load_state_dict(own | {"param_state": moments, "param_state_sharding_type": LAYOUT})
 
     def states(self) -> Iterator[torch.Tensor]:
-        """Moments, and the float32 weights beside those of 16 bits; others are the model's own."""
+        """Moments and the float32 copies of 16-bit weights; weights that are float32 belong to the model."""
         for optimizer in self.inner.chained_optimizers:
             for weights in optimizer.shard_fp32_from_float16_groups:
                 yield from weights
@@ -162,16 +161,16 @@ class MegatronOptimizer:
                 yield from (x for x in state.values() if torch.is_tensor(x) and x.dim() > 0)
 
     def _make_moments(self) -> None:
-        """Allocate the moments, which checkpoints hold before the first step too: by a step of size 0, not counted.
+        """Allocate the moments by an uncounted step of size 0: a checkpoint before the first step holds them too.
 
-        Megatron-core has this function for the loading of files, but does not call it for those of all layouts.
+        Megatron-core has this function for loading files, but does not call it for every layout.
         """
         for optimizer in self.inner.chained_optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
             optimizer._init_optimizer_states_with_dummy_values()
             for state in optimizer.optimizer.state.values():
-                if "step" in state:  # of torch's AdamW; Transformer Engine's counts in the groups
+                if "step" in state:  # torch's AdamW; that of Transformer Engine counts in the groups
                     state["step"].zero_()
             for group in optimizer.param_groups:
                 if "step" in group:
@@ -179,6 +178,6 @@ class MegatronOptimizer:
 
 
 def _groups(saved: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    """The groups of weights in a checkpoint: of one optimizer, or of several by their numbers."""
+    """The parameter groups in a checkpoint of one optimizer, or of several under their numbers."""
     states = [saved, *(state for key, state in saved.items() if isinstance(key, int))]
     return [group for state in states if "optimizer" in state for group in state["optimizer"]["param_groups"]]

@@ -1,4 +1,4 @@
-"""Rows of a micro-batch end to end without padding (THD): each row attends to its own tokens only.
+"""Rows of a micro-batch, concatenated without padding (THD): each row attends only to its own tokens.
 
 Axes: `N` tokens of all rows, `L` tokens of a row, `U` actions of all rows.
 """
@@ -41,7 +41,7 @@ class PackedRows:
 
 
 def pack_rows(rows: Sequence[PlainRow], family: ModelFamily, *, multiple_of: int) -> PackedRows:
-    """Join rows; the last one is padded on the right, where causal attention hides it, to a multiple of tokens."""
+    """Join rows; the last is padded on the right, where causal attention hides it, to a multiple of `multiple_of`."""
     device = rows[0].token_ids_L.device
     lengths = [len(row.token_ids_L) for row in rows]
     hidden_index_U = [
@@ -70,12 +70,12 @@ def pack_rows(rows: Sequence[PlainRow], family: ModelFamily, *, multiple_of: int
 
 @contextmanager
 def attending_to_own_row(language: Any, rows: PackedRows) -> Iterator[None]:
-    """Hand positions and ends of rows to Megatron's language model.
+    """Pass positions and row boundaries to Megatron's language model.
 
-    The bridge's vision-language models have no argument for either: they would take all tokens for a single row.
+    The bridge's vision-language models have no argument for either and would treat all tokens as a single row.
     """
     positions_31N = rows.positions_3N[:, None]
-    # hooks: the arguments on the way from the bridge's model to these modules are Megatron's own
+    # by hooks: the code between the bridge's model and these modules belongs to Megatron
     hooks = [
         language.rotary_pos_emb.register_forward_pre_hook(lambda _, given: (positions_31N, *given[1:])),
         language.decoder.register_forward_pre_hook(

@@ -24,25 +24,24 @@ class ParallelRank:
     """Ranks and groups of this process among the processes of the policy."""
 
     data: Ranks
-    """Rank and number of the shares of the data axis, which micro-batches are assigned to; without a mesh, as nothing
-    passes between."""
+    """Rank and size of the data axis, to whose shares micro-batches are assigned; its mesh is always None."""
     results: Ranks
-    """The processes with this slice of the tensors, one for each share and pipeline stage: results of the last stages
-    are merged over them, and so is what all have to agree on."""
+    """The processes that hold this slice of the tensors, one for each share and pipeline stage. Results of the last
+    stages, and decisions that all must share, are merged over them."""
     everyone: Ranks
     shares: tuple[int, ...]
-    """The share of each process, by its rank among all."""
+    """The data share of each process, by its rank among all processes."""
 
     @staticmethod
     def setup(config: Config, device: torch.device) -> ParallelRank:
-        """Make the groups of all processes of torch.distributed, or of this one only, which all processes must do.
+        """Create the groups of all processes of torch.distributed, or of this one only; all processes must call it.
 
-        ConfigError where the processes cannot be divided by the settings.
+        ConfigError if the settings cannot divide the processes evenly.
         """
         settings = config.train.backend
         assert isinstance(settings, MegatronBackend)
         if not dist.is_initialized():
-            # Megatron's collectives want a group, also that of a single process
+            # Megatron's collectives need a group, even for a single process
             backend = "nccl" if device.type == "cuda" else "gloo"
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch does not list it
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -54,7 +53,7 @@ class ParallelRank:
                 tensor,
                 pipeline,
                 expert_model_parallel_size=experts,
-                # experts that are dealt out are whole
+                # experts that are divided among processes are not split further
                 expert_tensor_parallel_size=1 if experts > 1 else None,
             )
         model_parallel_cuda_manual_seed(config.seed)
@@ -68,7 +67,7 @@ class ParallelRank:
 
 
 def _ranks(groups: list[list[int]], device: torch.device) -> Ranks:
-    """This process's group among disjoint ones of equal size."""
+    """This process's rank in the one of these disjoint groups of equal size that contains it."""
     if len(groups[0]) == 1:
         return Ranks()
     mine, _ = dist.new_subgroups_by_enumeration(groups)

@@ -1,8 +1,7 @@
 """Forward and backward passes of a Megatron model over micro-batches, by Megatron's own schedules.
 
-Each of the unequal completions is a row behind a copy of its prompt: Megatron's attention knows no shared prefixes.
-
-Axes: `A` actions of a micro-batch, `U` those of its unequal completions, `N` tokens of all rows, `E` width.
+Each distinct completion is a row after a copy of its prompt: Megatron's attention does not support shared prefixes.
+Axes: `A` actions of a micro-batch, `U` actions of its distinct completions, `N` tokens of all rows, `E` width.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ LossGradientsOfRow = Callable[[int], LossGradients | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTokens:
-    """Tokens that passes have run over."""
+    """Number of tokens that passes have processed."""
 
     tokens: int = 0
     packed_tokens: int = 0
-    """With copies of prompts and the padding of a pass."""
+    """Includes copies of prompts and the padding of a pass."""
 
     def __add__(self, other: PackedTokens) -> PackedTokens:
         return PackedTokens(tokens=self.tokens + other.tokens, packed_tokens=self.packed_tokens + other.packed_tokens)
@@ -58,7 +57,7 @@ class MegatronPasses:
         training: DistributedDataParallel | None = None,
         value_head: ValueHead | None = None,
     ) -> None:
-        """`training` wraps the model where gradients are wanted; `chunk_tokens` bounds the logits at once."""
+        """`training` wraps the model if it needs gradients; logits are computed for `chunk_tokens` at a time."""
         self.model = model
         self.work = PackedTokens()
         """Work since `restart`."""
@@ -68,12 +67,14 @@ class MegatronPasses:
         self._value_head = value_head
 
     def restart(self) -> None:
-        """Count the work from here on."""
+        """Set the count of work to zero."""
         self.work = PackedTokens()
 
     def backward(self, micros: Sequence[MicroBatch], algorithm: Algorithm, scale: float) -> list[Measured]:
-        """Add up the gradients of `scale` times the loss over all micro-batches of all shares; empty but on the last
-        stage."""
+        """Add up the gradients of `scale` times the loss over all micro-batches of all shares.
+
+        Returns the measurements; the list is empty except on the last stage.
+        """
         measured: list[Measured] = []
 
         def loss(number: int, scores: TokenScores) -> Tensor:
@@ -82,7 +83,7 @@ class MegatronPasses:
             return loss
 
         def loss_gradients(number: int) -> LossGradients | None:
-            # the loss of a micro-batch reaches its scores times the shares, whose mean Megatron takes at the end
+            # the loss that reaches the scores is multiplied by the number of shares, over which Megatron averages
             return precomputed_loss_gradients(micros[number], algorithm, self.model.place.data.size * scale)
 
         self._backward([micro.row for micro in micros], loss, loss_gradients)
@@ -145,14 +146,14 @@ class MegatronPasses:
             data_iterator=enumerate(packed),
             model=[module],
             num_microbatches=len(packed),
-            seq_length=1,  # not read: lengths go with the tensors (variable_seq_lengths)
+            seq_length=1,  # not read: lengths are sent with the tensors (variable_seq_lengths)
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
     def _scores(self, row: PackedRow, hidden_UE: Tensor, loss_gradients: LossGradients | None) -> TokenScores:
         head = self.model.head
-        # of 16 bits, Megatron hands out the last stage's states in 32
+        # Megatron returns the last stage's states in float32 even for a 16-bit model
         hidden_UE = hidden_UE.to(head.dtype)
         of = VocabularySlice.of_rank(
             parallel_state.get_tensor_model_parallel_rank(),
@@ -176,10 +177,10 @@ class MegatronPasses:
 
 
 def _unknown(_: int) -> None:
-    """No precomputed gradients: of supervised fine-tuning, or of a pass without gradients."""
+    """No precomputed gradients, for supervised fine-tuning and for passes without gradients."""
 
 
 def _rows(row: PackedRow, model: MegatronModel) -> list[PlainRow]:
-    """One row for each unequal completion; where there is none, to keep in step with others, one without actions."""
+    """One row for each distinct completion; without any, one row without actions to keep in step with other ranks."""
     rows = list(plain_rows(row, model.shape.family))
     return rows or [PlainRow(token_ids_L=row.token_ids_N, images=row.images, hidden_index_A=[])]

@@ -38,7 +38,7 @@ from fovea.types import Batch, Metrics, SampleGroup
 
 
 def supervised_trainer(passes: MegatronPasses, settings: Warmup, *, offload: bool) -> SupervisedTrainer:
-    """A trainer of the model of `passes`, which run it at temperature 1; `offload` as in `MegatronOptimizer`."""
+    """A supervised trainer for the model of `passes`, whose temperature is 1; `offload` as in `MegatronOptimizer`."""
     model, training = passes.model, passes.training
     assert training is not None, "supervised steps of a model that is not trained"
 
@@ -53,7 +53,7 @@ def supervised_trainer(passes: MegatronPasses, settings: Warmup, *, offload: boo
         training.train()
         passes.backward_of_row(row_of_share(model.shape, pairs, model.place.data), loss)
         training.eval()
-        # stages before the last one have no part
+        # stages before the last one compute no loss
         return float(torch.stack(parts).sum()) if parts else 0.0
 
     optimizer = MegatronOptimizer(training, AdamWSettings.of_warmup(settings), dtype=model.shape.dtype, offload=offload)
@@ -61,10 +61,10 @@ def supervised_trainer(passes: MegatronPasses, settings: Warmup, *, offload: boo
 
 
 class MegatronPolicy(TrainedPolicy):
-    """A policy: one process of a Megatron model."""
+    """One process of a policy on Megatron."""
 
     def __init__(self, config: Config, settings: Model, banned_ids: Sequence[int]) -> None:
-        """Load `settings.path`, which all processes of the policy do together."""
+        """Load `settings.path`; all processes of the policy must call this together."""
         train, shape = config.train, skeleton(settings, banned_ids, config.seed)
         self._place = place = ParallelRank.setup(config, shape.device)
         limit = MicrobatchLimit(train, place.everyone)
@@ -145,11 +145,11 @@ class MegatronPolicy(TrainedPolicy):
         return PassResult.of(measured, self._ranks)
 
     def _tasks_of_bad_gradients(self, groups: Sequence[SampleGroup]) -> list[str]:
-        # a backward pass for each group, as torch makes it, would be one through all stages by all processes
+        # one backward pass per group, as on the torch backend, would involve all stages and all processes each time
         return [group.task_id for group in groups]
 
     def _weights_changed(self) -> None:
-        """Do nothing: an engine of another process reuses no activations."""
+        """Do nothing: the engine is in another process, so no activations are reused."""
 
     def _pass_metrics(self) -> Metrics:
         work = self._passes.work
@@ -167,7 +167,7 @@ class MegatronPolicy(TrainedPolicy):
         return self._place.shares
 
     def snapshot_reference(self) -> None:
-        """Copy the present weights into master weights and reference, and free the optimizer of the warm-up."""
+        """Copy the current weights into master weights and reference, and free the optimizer of the warm-up."""
         self._sft = None
         self._optimizer.sync_from_model()
         if self._reference is not None:
@@ -175,16 +175,16 @@ class MegatronPolicy(TrainedPolicy):
             self._reference_is_loaded_model = False
 
     def weights_to_sync(self) -> Iterable[WeightToSync]:
-        """Every weight whole, for a weight sync, adapters beside them; made by all processes together."""
+        """Every full weight for a sync, with adapters separate; all processes must call it together."""
         return self._model.weights_to_sync()
 
     def merged_weights_to_sync(self) -> Iterable[WeightToSync]:
-        """As `weights_to_sync`, for an engine that knows no adapters."""
+        """As `weights_to_sync`, for an engine without support for adapters."""
         return self._model.merged_weights_to_sync()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the model's weights."""
+        """Dtype of the model's weights."""
         return self._vlm.dtype
 
     def save(self, folder: Path) -> None:
@@ -193,10 +193,10 @@ class MegatronPolicy(TrainedPolicy):
         self._checkpoints.save(folder, self._counts, reference)
 
     def finish_save(self) -> None:
-        """Return: `save` has written everything."""
+        """Do nothing: `save` has written everything."""
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save` wrote, on any number of processes; TrainError where it is of another model."""
+        """Restore the state that `save` wrote, on any number of processes; TrainError if it is of another model."""
         reference = None if self._reference is None else self._reference.model.chunk
         counts = self._checkpoints.load(folder, reference)
         self._steps, self._skipped_in_a_row = counts["steps"], counts["skipped_in_a_row"]
@@ -220,15 +220,15 @@ class MegatronSavedPolicy:
     """Weights of a policy, read from a checkpoint."""
 
     weights: Mapping[str, Tensor]
-    """Every weight whole, under its Hugging Face name, adapters beside them."""
+    """Every full weight under its Hugging Face name, with adapters separate."""
     left_out: tuple[str, ...]
-    """Names of what the checkpoint holds besides: a value function."""
+    """Names of the checkpoint's other parts: a value function, if there is one."""
 
     @staticmethod
     def read(config: Config, settings: Model, banned_ids: Sequence[int], checkpoint: Path) -> MegatronSavedPolicy:
-        """Read them through a model that nothing is divided in (`config`), and the bridge's conversion.
+        """Read the weights into an undivided model (as `config` says), and convert them by the bridge.
 
-        TrainError where they belong to another model.
+        TrainError if they belong to another model.
         """
         shape = skeleton(settings, banned_ids, config.seed)
         try:

@@ -1,6 +1,6 @@
 """Log-probs and entropies of actions where each rank has the logits of a slice of the vocabulary.
 
-The twin of `models.token_logprobs`, of the same distribution: at the temperature, without the banned ids.
+The counterpart of `models.token_logprobs` for the same distribution: at the temperature, without the banned ids.
 
 Axes: `A` actions, `E` width of the model, `S` this rank's slice of the vocabulary, `K` banned ids in the slice.
 """
@@ -22,18 +22,18 @@ from fovea.models.token_logprobs import TokenScores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularySlice:
-    """The consecutive ids that a rank has the logits of."""
+    """The consecutive token ids whose logits a rank has."""
 
     first: int
     size: int
     banned_K: Tensor
-    """Places in the slice of the banned ids that lie in it."""
+    """Indices, within the slice, of the banned ids that lie in it."""
     group: dist.ProcessGroup
-    """The ranks that have the whole vocabulary together."""
+    """The ranks that together have the whole vocabulary."""
 
     @staticmethod
     def of_rank(rank: int, size: int, banned_ids: Tensor, group: dist.ProcessGroup) -> VocabularySlice:
-        """The slice of one rank of a group whose slices are equally large."""
+        """The slice of one rank in a group with slices of equal size."""
         places = banned_ids - rank * size
         banned_K = places[(places >= 0) & (places < size)]
         return VocabularySlice(first=rank * size, size=size, banned_K=banned_K, group=group)
@@ -83,17 +83,17 @@ def sharded_token_scores(
 class _SlicedDistributions:
     """This slice of the softmax over the ids that are not banned.
 
-    With z the scaled logits, log Z their log-sum-exp over the ids that may be drawn, and p = exp(z - log Z):
-    log p(t) = z_t - log Z and H = log Z - sum p z. Each needs numbers [A] of the other slices only.
+    With z the scaled logits, log Z their log-sum-exp over the ids that may be sampled, and p = exp(z - log Z): log p(t)
+    = z_t - log Z and H = log Z - sum p z. Each needs only numbers [A] from the other slices.
     """
 
     probs_AS: Tensor
     weighed_AS: Tensor
-    """p z; 0 at banned ids."""
+    """The products p z, which are 0 at banned ids."""
     log_sum_A: Tensor
     """log Z."""
     places_A: Tensor
-    """Of the targets in the slice; any place for one that lies in another slice."""
+    """Index of each target within the slice; arbitrary for a target in another slice."""
     is_mine_A: Tensor
     scores: Scores
     temperature: float
@@ -117,7 +117,7 @@ class _SlicedDistributions:
         probs_AS = (logits_AS - largest_A[:, None]).exp_()
         target_A = logits_AS.gather(1, places_A[:, None])[:, 0].where(is_mine_A, 0.0)
         logits_AS.index_fill_(1, vocabulary.banned_K, 0.0)  # 0 times -inf would be NaN
-        weighed_AS = logits_AS.mul_(probs_AS)  # in place: two tensors [A, S] in all
+        weighed_AS = logits_AS.mul_(probs_AS)  # in place, so that there are only two tensors [A, S]
         sums = torch.stack(
             [
                 probs_AS.sum(1),
@@ -128,7 +128,7 @@ class _SlicedDistributions:
         )
         sum_A, weighed_A, banned_A, target_A = vocabulary.reduce(sums)
         log_sum_A = largest_A + sum_A.log()
-        # the odds of all banned ids together against all others
+        # from the log-odds of all banned ids together against all others
         masses_A = torch.sigmoid(largest_banned_A + banned_A.log() - log_sum_A)
         return _SlicedDistributions(
             probs_AS=probs_AS.div_(sum_A[:, None]),
@@ -156,7 +156,7 @@ class _SlicedDistributions:
 
 
 class ShardedLogprobAndEntropy(torch.autograd.Function):
-    """`LogprobAndEntropy` with its sums over the vocabulary added up over the slices."""
+    """`LogprobAndEntropy` with its sums over the vocabulary reduced over the slices."""
 
     @staticmethod
     def forward(
@@ -185,7 +185,7 @@ class ShardedLogprobAndEntropy(torch.autograd.Function):
 
 
 def _largest(banned_logits_AK: Tensor) -> Tensor:
-    """Largest of each row [A]; far below all logits where the slice has no banned ids."""
+    """Largest logit of each row [A]; far below all logits if the slice has no banned ids."""
     if not banned_logits_AK.shape[1]:
         return banned_logits_AK.new_full(banned_logits_AK.shape[:1], torch.finfo(torch.float32).min)
     return banned_logits_AK.amax(1)

@@ -1,6 +1,6 @@
 """Files of a policy in a checkpoint: a folder of shards for each set of tensors, and counts as JSON.
 
-`trainable` and `value` have the float32 weights of policy and value function, `trainable_optimizer` and
+`trainable` and `value` hold the float32 weights of policy and value function, `trainable_optimizer` and
 `value_optimizer` the moments of AdamW, `reference` the weights of a reference that a warm-up made.
 """
 
@@ -44,11 +44,11 @@ class StagedShards:
 
     shards: Mapping[str, Tensor]
     offsets: Mapping[str, Sequence[int]]
-    """Place of each shard's first element in its whole tensor."""
+    """Offset of each shard's first element in the full tensor."""
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor], ranks: Ranks) -> StagedShards:
-        """Copy what this rank writes of the tensors: its own shards, and on the first rank tensors without shards."""
+        """Copy the tensors that this rank writes: its own shards, and on the first rank also unsharded tensors."""
         shards: dict[str, Tensor] = {}
         offsets: dict[str, Sequence[int]] = {}
         for name, tensor in tensors.items():
@@ -59,12 +59,12 @@ class StagedShards:
         return StagedShards(shards=shards, offsets=offsets)
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write the file of this rank into a folder, which is made if need be, and wait until it is on disk."""
+        """Write the file of this rank into a folder, which is created if necessary, and wait until it is on disk."""
         folder.mkdir(exist_ok=True)
         file = folder / f"rank-{rank:05}.safetensors"
         header = {OFFSETS: json.dumps({name: {OFFSET: list(offset)} for name, offset in self.offsets.items()})}
         with os_errors(file):
-            # not DCP's own writer: it copies all of a file in memory, twice, while no other thread of Python runs
+            # DCP's own writer would copy a whole file in memory twice while it holds the GIL
             save_file(dict(self.shards), file, metadata=header)
         flush(file)
 
@@ -74,7 +74,7 @@ def _is_written_here(tensor: Tensor, ranks: Ranks) -> bool:
         return ranks.is_first
     place = tensor.device_mesh.get_coordinate()
     assert place is not None, "a rank outside of the mesh of its weights"
-    # of replicas, the first one; a rank beyond the rows of a short tensor has nothing of it
+    # only the first replica writes; a rank beyond the rows of a short tensor has no part of it
     copies = (at for at, placement in zip(place, tensor.placements, strict=True) if isinstance(placement, Replicate))
     return not any(copies) and tensor.to_local().numel() > 0
 
@@ -91,7 +91,7 @@ def _offset(tensor: Tensor) -> Sequence[int]:
 
 
 class SavedShards:
-    """The tensors in a folder of shards, of which the headers have been read; TrainError where they cannot be."""
+    """The tensors in a folder of shards, whose headers are read at once; TrainError if they cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -107,11 +107,11 @@ class SavedShards:
                 raise ValueError(f"{folder.name} has no shards")
             self._metadata = self._reader.read_metadata()
             self.shapes = dict(_whole_shapes(self._metadata))
-            """Shapes of the whole tensors, by name."""
+            """Shapes of the full tensors, by name."""
 
     def copy_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read tensors by name, of a sharded one the shard that this rank holds."""
-        # planned only by each rank, which reads all headers: DCP's own `load` would send pickles between ranks
+        """Read tensors by name; for a sharded tensor, only the shard that this rank holds."""
+        # each rank plans for itself from all headers: DCP's own `load` would send pickles between ranks
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         with self._errors_named(), torch.no_grad():
             planner.set_up_planner({name: x.detach() for name, x in tensors.items()}, self._metadata)
@@ -123,7 +123,7 @@ class SavedShards:
 
 
 def _whole_shapes(metadata: Metadata) -> Iterator[tuple[str, torch.Size]]:
-    """Names and shapes of all tensors; ValueError for one whose shards do not fill it."""
+    """Names and shapes of all tensors; ValueError if a tensor has missing shards."""
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata), "safetensors hold only tensors"
         if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
@@ -142,7 +142,7 @@ def optimizer_folder(name: str) -> str:
 
 
 def optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors that an optimizer keeps, as `exp_avg/NAME`; none for parameters that had no gradient yet."""
+    """The tensors that an optimizer keeps, as `exp_avg/NAME`; none for parameters that have had no gradient yet."""
     return {
         f"{kind}/{name}": tensor
         for name, parameter in parameters.items()
@@ -166,7 +166,7 @@ def load_optimizer(folder: Path, name: str, parameters: Mapping[str, Tensor], op
     for key, shape in saved.shapes.items():
         kind, _, of_parameter = key.partition("/")
         parameter = parameters.get(of_parameter)
-        # moments are placed as their parameter; of a step count every rank has the whole
+        # moments are sharded like their parameter; a step count is a whole tensor on every rank
         if parameter is None or shape not in (parameter.shape, torch.Size()):
             raise TrainError(f"{folder}: {broken_checkpoint(ValueError(f'{key} is of another model'))}")
         is_moment = shape == parameter.shape
@@ -176,7 +176,7 @@ def load_optimizer(folder: Path, name: str, parameters: Mapping[str, Tensor], op
 
 
 def _check_same(folder: Path, saved: Mapping[str, torch.Size], parameters: Mapping[str, Tensor], fix: str) -> None:
-    """TrainError where names or shapes of saved tensors are not those of the parameters."""
+    """TrainError if names or shapes of saved tensors differ from those of the parameters."""
     if saved != {name: x.shape for name, x in parameters.items()}:
         different = sorted(set(saved) ^ set(parameters)) or ["(same names, other sizes)"]
         raise TrainError(f"{folder} was saved by a model with other trainable parameters ({different[0]} ...); {fix}")
@@ -214,13 +214,13 @@ def load_trained(checkpoint: Path, vlm: nn.Module) -> tuple[str, ...]:
     left_out = tuple(sorted(name for name in saved.shapes if name.startswith(VALUE_HEAD)))
     wanted = policy_parameters(vlm)
     shapes = {name: shape for name, shape in saved.shapes.items() if name not in left_out}
-    _check_same(checkpoint, shapes, wanted, "leave out the settings of model that are not those of its run")
+    _check_same(checkpoint, shapes, wanted, "remove the model settings that differ from those of its run")
     saved.copy_into(wanted)
     return (*left_out, *([VALUE] if (checkpoint / VALUE).is_dir() else []))
 
 
 class Saving:
-    """A rank's share of the checkpoints of a policy."""
+    """Writes a rank's part of a policy's checkpoints."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -229,9 +229,9 @@ class Saving:
     def begin(self, folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], counts: Mapping[str, int]) -> None:
         """Copy tensors to host memory, and begin to write this rank's shards of each set to its folder in `folder`.
 
-        TrainError where this rank does not see the folder.
+        TrainError if this rank cannot see the folder.
         """
-        assert self._writing is None, "the checkpoint before is not finished"
+        assert self._writing is None, "the previous checkpoint is not finished"
         self._ranks.run_on_each(partial(_check_seen, folder))
         staged = {name: StagedShards.of(each, self._ranks) for name, each in tensors.items()}
 
@@ -244,7 +244,7 @@ class Saving:
         self._writing = in_background(write, "checkpoint")
 
     def finish(self) -> None:
-        """Wait until all of it is on disk; an error of the writing is raised here."""
+        """Wait until everything is on disk; raises an error of the write."""
         assert self._writing is not None, "no checkpoint was begun"
         writing, self._writing = self._writing, None
         writing.result()
@@ -253,6 +253,6 @@ class Saving:
 def _check_seen(folder: Path) -> None:
     if not folder.is_dir():
         raise TrainError(
-            f"{folder} is not there on {socket.gethostname()}, so that its part of a checkpoint cannot be written; put "
+            f"{folder} does not exist on {socket.gethostname()}, which cannot write its part of the checkpoint; put "
             "run_dir on storage that all machines see under one path"
         )

@@ -19,7 +19,7 @@ from fovea.train.torch.sharding import full
 
 
 class Optimizer:
-    """AdamW on a set of parameters, by float32 master weights."""
+    """AdamW on a set of parameters, with float32 master weights."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Optimizer:
         on_host: bool = False,
         rate_ratios: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`on_host` is that of `MasterWeights`; `rate_ratios` are learning rates by name, relative to the others'."""
+        """`on_host` as in `MasterWeights`; `rate_ratios` are learning rates by name, relative to that of the others."""
         self.parameters = parameters
         self._settings = settings
         self.masters = MasterWeights(parameters, on_host=on_host)
@@ -38,11 +38,11 @@ class Optimizer:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters under training, on all ranks together."""
+        """Number of trained parameters, over all ranks."""
         return sum(parameter.numel() for parameter in self.parameters.values())
 
     def set_rate(self, step: int) -> float:
-        """Set the learning rates for step 0, 1, ... of the run; returns that of weights without a ratio."""
+        """Set the learning rates for step 0, 1, ... of the run; returns the rate of weights without a ratio."""
         rate = self._settings.rate(step)
         set_learning_rate(self.adamw, rate)
         return rate
@@ -59,11 +59,11 @@ class Optimizer:
         return full(norm)
 
     def make_moments(self) -> None:
-        """Allocate the moments that AdamW would make in its first step; those that are there stay."""
+        """Allocate the moments that AdamW would make in its first step; existing ones stay."""
         for master in self.masters.by_name.values():
             state = self.adamw.state[master]
             if not state:
-                # all or none, also if an allocation fails
+                # set all of them or none, even if an allocation fails
                 state.update(
                     step=torch.zeros((), device=master.device),
                     exp_avg=torch.zeros_like(master),
@@ -77,7 +77,7 @@ class Optimizer:
         self.masters.write_back()
 
     def tensors(self, name: str) -> dict[str, Mapping[str, Tensor]]:
-        """Tensors that `load` restores, by the folder they are saved in: master weights, and optimizer state."""
+        """Tensors that `load` restores, by the folder they are saved in: master weights and optimizer state."""
         weights = self.masters.by_name
         return {name: weights, optimizer_folder(name): optimizer_tensors(weights, self.adamw)}
 
@@ -91,8 +91,8 @@ class Optimizer:
 class MasterWeights:
     """Float32 tensors that the optimizer updates: float32 parameters themselves, and copies of all others.
 
-    `on_host` are copies of all parameters in the host's memory, where the optimizer then has its state and its work;
-    shards are there already (`sharding.shard`), and not copied.
+    With `on_host`, all parameters are copied to host memory, where the optimizer then keeps its state and computes.
+    Shards are there already (`sharding.shard`) and are not copied.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, on_host: bool = False) -> None:
@@ -104,20 +104,20 @@ class MasterWeights:
             name: _host_copy(parameter) if copies else _as_float32(parameter) for name, parameter in parameters.items()
         }
         for parameter, _ in self._copied():
-            # autograd then adds the gradient of every micro-batch to a float32 sum: in 16 bits, small ones are lost
-            # beside the sum of those before
+            # autograd then adds the gradient of every micro-batch to a float32 sum: in 16 bits, small gradients would
+            # be lost when added to the sum of earlier ones
             parameter.grad_dtype = torch.float32
 
     @torch.no_grad()
     def sync_from_model(self) -> None:
-        """Copy the model's weights into the master weights, after another optimizer has trained it."""
+        """Copy the model's weights into the master weights, after another optimizer has trained the model."""
         for parameter, master in self._copied():
             master.copy_(parameter)
 
     def take_gradients(self) -> None:
         """Move the gradients from the parameters to the master weights; called before a step."""
         for parameter, master in self._copied():
-            # float32 already: nothing is copied, except to the host
+            # gradients are float32 already: nothing is copied, except to the host
             master.grad = None if parameter.grad is None else parameter.grad.to(master.device)
             parameter.grad = None
 
@@ -137,6 +137,6 @@ def _as_float32(parameter: Tensor) -> Tensor:
 
 
 def _host_copy(parameter: Tensor) -> Tensor:
-    """A float32 copy in the host's memory, pinned where a GPU copies from and to it."""
+    """A float32 copy in host memory, pinned if a GPU copies from and to it."""
     copied = torch.empty(parameter.shape, dtype=torch.float32, pin_memory=parameter.is_cuda)
     return copied.copy_(parameter.detach())

@@ -1,4 +1,4 @@
-"""Forward and backward passes of the trainer over micro-batches, and what they take over from the rollout.
+"""Forward and backward passes of the trainer over micro-batches, and the rollout activations that they reuse.
 
 Axes: `A` actions of a micro-batch.
 """
@@ -42,9 +42,9 @@ class ValueFunction:
     model: ValueModel | None
 
     def snapshot_reference(self, policy: PolicyNetwork) -> None:
-        """Copy the policy's weights into the trunk of a separate model, and all weights into the optimizer's."""
+        """Copy the policy's weights into the trunk of a separate model, and all weights into the master weights."""
         if self.model is not None:
-            # the trunk only: the policy has no weights for the value head
+            # only the trunk: the policy has no weights for the value head
             copy_weights(dict(policy.named_parameters()), dict(self.model.trunk.named_parameters()))
         self.optimizer.masters.sync_from_model()
 
@@ -64,17 +64,17 @@ class ValueModel(nn.Module):
 
 
 MIN_SHARE_OF_GRAPH = 2 / 3
-"""Least share of a graph's visual tokens that the update must need. A backward pass goes through all images of the
-graph and costs twice a forward pass: below 2/3, encoding the needed images again is cheaper (with checkpointed blocks,
-which compute forward once more, below 3/4)."""
+"""Smallest share of a graph's visual tokens that the update must need for the graph to be reused. A backward pass goes
+through all images of the graph and costs twice a forward pass: below 2/3, encoding the needed images again is cheaper
+(with checkpointed blocks, which compute forward once more, below 3/4)."""
 
 
 @contextmanager
 def dropout_seed(step: int, ranks: Ranks, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators in this context by step and rank, and put them back behind it.
+    """Seed torch's generators by step and rank in this context, and restore their states afterwards.
 
-    Only by the counters, so that a resumed run drops what an uninterrupted one does; by rank, so that each draws
-    different masks for its rows.
+    The seed depends only on counters, so that a resumed run has the dropout masks of an uninterrupted one, and on the
+    rank, so that each rank has different masks for its rows.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(np.random.SeedSequence((step, ranks.rank)).generate_state(1)[0]))
@@ -82,7 +82,7 @@ def dropout_seed(step: int, ranks: Ranks, device: torch.device) -> Iterator[None
 
 
 class Scorer:
-    """Packs samples into micro-batches for one rank, and passes them forward through the network."""
+    """Packs samples into micro-batches for one rank, and runs the network on them."""
 
     def __init__(
         self, vlm: PolicyNetwork, train: Train, temperature: float, ranks: Ranks, limit: MicrobatchLimit
@@ -91,11 +91,11 @@ class Scorer:
         self.batcher = MicroBatcher(vlm, train, ranks, limit, shards_tower=shards_tower(vlm))
         self.activations = ActivationMeter(vlm, partial(kept_bytes, vlm.network))
         self.temperature = temperature
-        # the largest tensor of a pass is that of the logits: it is made for so many actions at a time
+        # the logits are the largest tensor of a pass, so they are computed for this many actions at a time
         self._chunk_tokens = max(1, int(train.backend.logits_mib * 2**20 / vlm.logits_bytes_per_token))
 
     def __call__(self, row: PackedRow, loss_gradients: LossGradients | None = None) -> TokenScores:
-        """Scores of the row's actions; `loss_gradients` are those of a backward pass that follows."""
+        """Scores of the row's actions; give `loss_gradients` if a backward pass of that loss follows."""
         scores: TokenScores = self.vlm(
             row, temperature=self.temperature, chunk_tokens=self._chunk_tokens, loss_gradients=loss_gradients
         )
@@ -108,15 +108,16 @@ class Scorer:
 
 
 def policy_pass(scorer: Scorer, micro: MicroBatch, row: PackedRow, algorithm: Algorithm, scale: float) -> Measured:
-    """Pass a micro-batch forward, through `scale` times its loss, and backward; `row` may read recorded activations."""
+    """Run a micro-batch forward, through `scale` times its loss, and backward; `row` may read recorded activations."""
     with scorer.activations(row.num_tokens):
-        # without a name for the scores: they would hold the graph, and with it memory, until the end of this pass
+        # no variable for the scores: it would hold the graph, and with it memory, until the end of this pass
         loss, measured = policy_loss(
             scorer(row, precomputed_loss_gradients(micro, algorithm, scale)), micro, algorithm, scale
         )
-    # text has no graph under adapters on the vision only; with a sharded tower, rows of all ranks have one or none
+    # a text row has no graph if only the vision tower has adapters; with a sharded tower, all ranks have one or none
+    # has
     if loss.requires_grad:
-        # also where the loss is not finite: the other ranks' backward passes wait for this one's collectives
+        # even if the loss is not finite: the other ranks' backward passes wait for this one's collectives
         loss.backward()
     return measured
 
@@ -126,9 +127,9 @@ class Reuse:
     """Rollout activations for the packed rows of one optimizer step."""
 
     graph: ImageGraph
-    """Features by image key with their autograd graph; images that are not in it are encoded again."""
+    """Features by image key, with their autograd graph; images without an entry are encoded again."""
     leaves: ImageGraph
-    """The same features, detached, to accumulate gradients in."""
+    """The same features, detached; they accumulate gradients."""
     tape: Tape
     actions: int = 0
     """Number of actions whose linear outputs were read from the tape."""
@@ -177,7 +178,7 @@ def recorded_outputs(micro: MicroBatch, tape: Tape) -> RecordedOutputs | None:
     known = [[trace for trace in group if trace is not None and trace.holds_linears] for group in traces]
     if [len(group) for group in known] != [len(samples) for samples in of_groups]:
         return None
-    # group[0]: the samples of a group share one prompt, which is once on the tape and once in the row
+    # group[0]: the samples of a group share one prompt, which is on the tape once and in the row once
     places = [x for group in known for x in (group[0].prompt_places_L, *(trace.places_T for trace in group))]
     return RecordedOutputs(tape=tape, places_N=torch.from_numpy(np.concatenate(places)))
 

@@ -1,7 +1,7 @@
 """The policy on torch: packed shared-prefix passes, AdamW on float32 master weights.
 
 With several ranks, each is called with the same batch, trains on its share of the groups and returns results combined
-over all ranks. The model is entered through its root's `forward` only, and losses are normalised by counts of the whole
+over all ranks. The model is called only through its root's `forward`, and losses are normalised by counts of the whole
 batch, so that sharding the weights changes neither this class nor the gradient.
 """
 
@@ -55,7 +55,7 @@ from fovea.utils.host_waits import awaited
 def supervised_trainer(
     vlm: PolicyNetwork, settings: Warmup, ranks: Ranks = ALONE, *, cpu_offload: bool = False
 ) -> SupervisedTrainer:
-    """A trainer of the network; `cpu_offload` keeps master weights and moments in the host's memory."""
+    """A supervised trainer for the network; `cpu_offload` keeps master weights and moments in host memory."""
 
     def backward(pairs: Sequence[SftExample], step: int) -> float:
         vlm.train()
@@ -65,7 +65,7 @@ def supervised_trainer(
         with dropout_seed(step, ranks, vlm.device):
             scores = vlm(row, temperature=1.0, chunk_tokens=max(row.num_actions, 1))
         loss = cross_entropy(scores.logprobs_A, pairs)
-        # text has no graph where only the vision has adapters: on all ranks, or on none
+        # text rows have no graph if only the vision tower has adapters; this is the same on all ranks
         if loss.requires_grad:
             torch.autograd.backward(loss)
         vlm.eval()
@@ -97,7 +97,7 @@ class TorchPolicy(TrainedPolicy):
         `tape` holds activations recorded by an engine in this process. `warmup` has the settings of `sft`. With several
         `ranks`, all these models have been sharded over them (`sharding.shard`).
         """
-        assert tape is None or ranks.size == 1, "rollout activations of one process, but several ranks"
+        assert tape is None or ranks.size == 1, "rollout activations can be reused by a single rank only"
         limit = MicrobatchLimit(train, ranks)
         self._scorer = Scorer(vlm, train, temperature, ranks, limit)
         self._reference = None if reference is None else Scorer(reference, train, temperature, ranks, limit)
@@ -154,7 +154,7 @@ class TorchPolicy(TrainedPolicy):
     @contextmanager
     def _update_mode(self) -> Iterator[None]:
         for model in self._models:
-            model.train()  # which turns on gradient checkpointing and dropout
+            model.train()  # this turns on gradient checkpointing and dropout
         self._vlm.expert_load.restart()
         with dropout_seed(self._steps, self._ranks, self._vlm.device):
             yield
@@ -163,7 +163,7 @@ class TorchPolicy(TrainedPolicy):
         self._free_gradients()
 
     def _backward(self, groups: Sequence[SampleGroup], scale: float, only: SampleGroup | None = None) -> PassResult:
-        # `only`: which group has a bad gradient is asked after an update, which has used up the rollout's activations
+        # the search for a group with a bad gradient (`only`) runs after an update has used up the rollout's activations
         reuse = self._reuse(groups) if only is None else None
         micros, value_model, measured = self._batcher.micro_batches(groups, only), self._value_model, list[Measured]()
         for number, micro in enumerate(micros, start=1):
@@ -189,7 +189,7 @@ class TorchPolicy(TrainedPolicy):
         return Reuse.of(groups, self._tape)
 
     def _tasks_of_bad_gradients(self, groups: Sequence[SampleGroup]) -> list[str]:
-        """Ids of tasks with a non-finite gradient despite a finite loss, by a backward pass for each group."""
+        """Find the tasks with a non-finite gradient despite a finite loss, by a backward pass for each group."""
         bad: list[str] = []
         for group in groups:
             self._free_gradients()
@@ -214,7 +214,7 @@ class TorchPolicy(TrainedPolicy):
         return ((name, full(weight, self._vlm.dtype)) for name, weight in merged_weights(self._vlm.network))
 
     def snapshot_reference(self) -> None:
-        """Copy the present weights into master weights, reference and value function, and free the SFT optimizer."""
+        """Copy the current weights into master weights, reference and value function, and free the SFT optimizer."""
         self._sft = None
         self._weights_changed()
         self._optimizer.masters.sync_from_model()
@@ -226,15 +226,15 @@ class TorchPolicy(TrainedPolicy):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the model's weights; shards of those that are trained are float32."""
+        """Dtype of the model's weights; shards of trained weights are float32."""
         return self._vlm.dtype
 
     def weights_to_sync(self) -> Iterable[WeightToSync]:
-        """The weights for a weight sync, adapters beside them."""
+        """The weights for a sync, with adapters separate."""
         return weights_to_sync(self._vlm.network)
 
     def merged_weights_to_sync(self) -> Iterable[WeightToSync]:
-        """The weights for a weight sync to an engine that knows no adapters."""
+        """The weights for a sync to an engine without support for adapters."""
         return merged_weights_to_sync(self._vlm.network)
 
     def save(self, folder: Path) -> None:
@@ -252,11 +252,11 @@ class TorchPolicy(TrainedPolicy):
         self._saving.begin(folder, tensors, self._counts)
 
     def finish_save(self) -> None:
-        """Wait until the shards of `save` are on disk; an error of their writing is raised here."""
+        """Wait until the shards of `save` are on disk; raises an error of the write."""
         self._saving.finish()
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save` wrote; TrainError when it belongs to another model."""
+        """Restore the state that `save` wrote; TrainError if it belongs to another model."""
         self._weights_changed()
         self._optimizer.load(folder, TRAINABLE)
         if self.value_function is not None:
@@ -304,7 +304,7 @@ def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ra
 
 
 def _make_value_function(config: Config, critic: Critic, vlm: PolicyNetwork, model: ValueModel | None) -> ValueFunction:
-    """The head that `make_vlm` put on the policy, or a separate model."""
+    """Make the value function from the head that `make_vlm` put on the policy, or from a separate model."""
     parameters = value_parameters(vlm) if model is None else trainable_parameters(model)
     settings = AdamWSettings.of_critic(critic, config.train, max_steps=config.max_steps)
     optimizer = Optimizer(parameters, settings, on_host=config.train.backend.cpu_offload)
@@ -312,9 +312,9 @@ def _make_value_function(config: Config, critic: Critic, vlm: PolicyNetwork, mod
 
 
 def _rate_ratios(vlm: PolicyNetwork, train: Train) -> dict[str, float]:
-    """Learning rates of the parameters that have one apart, relative to `train.learning_rate`."""
+    """Learning rates of the parameters with a separate one, relative to `train.learning_rate`."""
     apart = {VISION_TOWER: train.vision_tower_learning_rate, PROJECTOR: train.projector_learning_rate}
-    # an adapter has the rate of the part that it is on
+    # an adapter has the rate of the part that it adapts
     paths = {name: name.removeprefix("network.").partition(".lora_")[0] for name in policy_parameters(vlm)}
     parts = {name: part_of(path, vlm.family) for name, path in paths.items()}
     return {name: rate / train.learning_rate for name, part in parts.items() if (rate := apart.get(part)) is not None}

@@ -1,8 +1,8 @@
 """Sharding of weights, gradients and optimizer states over ranks by torch's FSDP2, which no other module calls.
 
-The weights of a decoder layer or vision block are all-gathered, in the type of the model, while it runs; otherwise each
-rank holds a shard, in float32 where it is trained, which the optimizer updates. In a single process nothing is sharded,
-and weights are plain tensors.
+The weights of a decoder layer or vision block are all-gathered, in the model's dtype, while it runs. Otherwise each
+rank holds a shard, which the optimizer updates; shards of trained weights are float32. In a single process nothing is
+sharded, and weights are plain tensors.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fovea.train.ranks import Ranks
 
 
 def shard(model: nn.Module, ranks: Ranks, *, cpu_offload: bool = False) -> None:
-    """Shard a PolicyNetwork, or a model with one inside, in place; with `cpu_offload` into the host's memory.
+    """Shard a PolicyNetwork, or a model with one inside, in place; with `cpu_offload` into host memory.
 
-    Must be called before an optimizer is made of the parameters, whose shards are float32 where they are trained.
+    Must be called before an optimizer is made for the parameters; shards of trained parameters are float32.
     """
     if ranks.mesh is None:
         return
     vlm = next(module for module in model.modules() if isinstance(module, PolicyNetwork))
     vision = vision_modules(vlm.network)
-    # a frozen tower is not sharded: each rank encodes images that its cache lacks, at its own times, and a sharded
+    # a frozen tower is not sharded: ranks encode the images that their caches lack at different times, and a sharded
     # module would wait for the other ranks
     whole = set() if vlm.trains_vision else {parameter for module in vision for parameter in module.parameters()}
     heads = [module for module in model.modules() if isinstance(module, ValueHead)]
@@ -39,7 +39,7 @@ def shard(model: nn.Module, ranks: Ranks, *, cpu_offload: bool = False) -> None:
     options: dict[str, Any] = {"mesh": ranks.weights_mesh}
     if cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.mesh.device_type == "cuda")
-    # a value head is a unit by itself: it computes in float32 beside a bfloat16 trunk
+    # a value head is a separate unit: it computes in float32 on a bfloat16 trunk
     for head in heads:
         fully_shard(head, **options, mp_policy=_precision(torch.float32))
     options["mp_policy"] = _precision(vlm.dtype)
@@ -57,8 +57,8 @@ def shard(model: nn.Module, ranks: Ranks, *, cpu_offload: bool = False) -> None:
 
 
 def _precision(compute: torch.dtype) -> MixedPrecisionPolicy:
-    """Passes in this type; sums of gradients over micro-batches and ranks in float32."""
-    # inputs are not cast: they have the type that they have in one process, float32 for rotary positions, say
+    """Run passes in this dtype, and sum gradients over micro-batches and ranks in float32."""
+    # inputs are not cast: they keep the dtype that they have in one process, such as float32 for rotary positions
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
@@ -78,28 +78,28 @@ def shards_tower(vlm: PolicyNetwork) -> bool:
 def sum_over_replicas(model: nn.Module, *, now: bool) -> None:
     """Choose whether the next backward pass sums gradients over the replicas of the weights, if there are several.
 
-    Every backward pass reduce-scatters gradients over the ranks of a replica (decision 054); their shards need to be
-    summed over replicas only in that of the last micro-batch of an optimizer step.
+    Every backward pass reduce-scatters gradients over the ranks of a replica (decision 054); the shards need to be
+    summed over replicas only in the backward pass of an optimizer step's last micro-batch.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(now)
 
 
 def full(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The full tensor of a shard, by an all-gather that all ranks must join, in `dtype` if given, on their device.
+    """Gather the full tensor of a shard, in `dtype` if given, on the ranks' device; all ranks must call it.
 
     Any other tensor is returned unchanged.
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    # converted before it is sent; shards in the host's memory are sent from device to device
+    # converted before it is sent; shards in host memory are copied to the device first
     shards: Any = tensor.to(device=tensor.device_mesh.device_type, dtype=dtype)
     gathered: Tensor = shards.full_tensor()
     return gathered
 
 
 def sharded_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's shard of a full tensor, placed as `like`; the tensor itself if `like` is not sharded."""
+    """This rank's shard of a full tensor, with the placement of `like`; the tensor itself if `like` is not sharded."""
     if not isinstance(like, DTensor):
         return tensor
     # src_data_rank=None: every rank has the full tensor, so that none has to be broadcast

@@ -245,7 +245,7 @@ def test_the_card_tells_recipe_and_figures(lora: Path, merged: Path, tmp_path: P
     assert "It was trained as a LoRA adapter, which is merged into these weights." in card
     assert "samples_per_prompt: 4" in card
     export(lora / "checkpoints" / "step-2", tmp_path / "early")
-    assert "of the run's last step, 4, and not of this checkpoint" in (tmp_path / "early" / "README.md").read_text()
+    assert "from the run's last step, 4, not from this checkpoint" in (tmp_path / "early" / "README.md").read_text()
 
 
 def test_a_value_function_is_left_out_and_named(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_folder_that_differs_is_refused(lora: Path, merged: Path) -> None:
     assert suppressed == list(model.processor.banned_ids) != []
     free = reload_model(merged, model)
     free.network.generation_config.suppress_tokens = None
-    with pytest.raises(ModelError, match="its generation config suppresses other token ids than the run"):
+    with pytest.raises(ModelError, match="its generation config suppresses different token ids than the run"):
         check(model, free, probe, merged=True)
     right = reload_model(merged, model)
     template = replace(right.processor, chat_template="{{ messages[0].role }}<|image_pad|>")
@@ -293,7 +293,7 @@ def test_a_folder_that_differs_is_refused(lora: Path, merged: Path) -> None:
         check(model, other_template, probe, merged=True)
     with torch.no_grad():
         broken.network.get_input_embeddings().weight.mul_(-1)
-    with pytest.raises(ModelError, match="the log-probs of the probe are off by"):
+    with pytest.raises(ModelError, match="the log-probs of the probe differ by"):
         check(model, broken, probe, merged=False)
 
 
@@ -309,7 +309,7 @@ def test_rounding_is_no_difference() -> None:
     assert beyond_rounding(rounded_T, torch.float32) is not None
     exchanged_T = rounded_T * EXCHANGED_RMS / rounded_T.square().mean().sqrt()
     assert beyond_rounding(exchanged_T, torch.bfloat16) == (
-        "the log-probs of the probe are off by 0.918 in the root mean square"
+        "the log-probs of the probe differ by 0.918 (root mean square)"
     )
     assert beyond_rounding(torch.tensor([0.0, math.nan]), torch.bfloat16) is not None
 
@@ -326,7 +326,7 @@ def test_nothing_is_left_when_the_check_fails(lora: Path, tmp_path: Path, monkey
 
 def test_what_cannot_be_exported_is_said_in_a_line(lora: Path, full: Path, tmp_path: Path) -> None:
     (tmp_path / "something").touch()
-    with pytest.raises(ConfigError, match=r"it exists and is not an empty folder; export to another one"):
+    with pytest.raises(ConfigError, match=r"exists and is not an empty folder; export to another one"):
         export(lora, tmp_path)
     with pytest.raises(ConfigError, match=r"\bmodel\.lora\b"):
         export(full, tmp_path / "out", adapter_only=True)

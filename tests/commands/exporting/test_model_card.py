@@ -72,8 +72,8 @@ def test_figures_of_the_run() -> None:
     text = card(summary=summary("counting"))
     assert "| counting | not evaluated | 50.0 [15, 85] | 4 |" in text
     assert "not evaluated; after: 50.0; with another row's images: 25.0; with blank ones: not evaluated." in text
-    assert "step 7, and not of this step" not in text
-    assert "are of the run's last step, 7, and not of this checkpoint" in card(summary=summary("counting"), step=5)
+    assert "step 7, not from this step" not in text
+    assert "are from the run's last step, 7, not from this checkpoint" in card(summary=summary("counting"), step=5)
 
 
 def test_nothing_that_others_wrote_is_markdown() -> None:

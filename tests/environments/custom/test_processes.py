@@ -181,7 +181,7 @@ def by_hand(task: Task, text: str, images: Sequence[Image.Image]) -> float:
     ("arguments", "problem"),
     [
         ({"reward": by_hand}, r"reward=python:.*by_hand is an object of this process; write it into a file, reward='p"),
-        ({}, r"reward_in=process is about reward functions in files, and none is set; set reward=path/to/file\.py:na"),
+        ({}, r"reward_in=process runs reward functions from files, but none is set; set reward=path/to/file\.py:na"),
     ],
 )
 def test_only_a_function_in_a_file_runs_in_a_process(arguments: dict[str, object], problem: str) -> None:

@@ -143,14 +143,14 @@ def test_the_gold_answers_are_right_and_the_table_has_the_published_figures(fold
         assert re.search(rf"{name}.* gold .*100\.0 \[", said), said
         assert f"fovea eval gold constant:No bench={name}" in said
         for published in saved[name]["published"]:
-            assert f"{name}: published of {published['model']}, {published['source']}" in said
+            assert f"{name}: published for {published['model']}, {published['source']}" in said
         answers = page.value(f"answers/1/{list(ROWS).index(name)}")
         assert (answers["name"], answers["rows"][0]["answers"][0]["turns"][-1]["text"]) == (name, "No")
     assert saved["hallusionbench"]["scores"]["constant:No"]["aAcc"]["mean"] == pytest.approx(1 / 3)
     assert page.value("runs")[0]["evaluations"] == list(ROWS)
     headline = {stat["label"]: stat for stat in page.value("summary/0/0")["headline"]}
     assert headline["mathvista"]["value"].startswith("100.0 [")
-    assert headline["hallusionbench qAcc"]["note"].startswith("28.79 published of GPT-4V")
+    assert headline["hallusionbench qAcc"]["note"].startswith("28.79 published for GPT-4V")
 
 
 def test_parquet_of_the_hub_and_files_of_the_authors_are_the_same_rows(tmp_path: Path) -> None:
@@ -172,9 +172,12 @@ def test_parquet_of_the_hub_and_files_of_the_authors_are_the_same_rows(tmp_path:
     ("words", "message"),
     [
         (["bench=mathvist"], "bench=mathvist: no such benchmark; did you mean mathvista?"),
-        (["bench=xyz"], "bench=xyz: no such benchmark; there are mathvista, mathverse, mathvision, mmmu, hallusion"),
-        (["bench="], "bench= names no benchmark; there are mathvista"),
-        (["bench.mmmu=data/mmmu"], "bench.mmmu says where mmmu is, and bench does not name it; add bench=mmmu"),
+        (
+            ["bench=xyz"],
+            "bench=xyz: no such benchmark; the benchmarks are mathvista, mathverse, mathvision, mmmu, hallusion",
+        ),
+        (["bench="], "bench= names no benchmark; the benchmarks are mathvista"),
+        (["bench.mmmu=data/mmmu"], "bench.mmmu gives the path of mmmu, but bench does not name it; add bench=mmmu"),
         (["bench=mmmu", "bench.mmmu=nowhere"], "bench.mmmu: no such file nowhere; correct the path (the folder holds"),
         (
             ["bench=mmmu", "bench.mmmu=empty"],
@@ -187,11 +190,11 @@ def test_parquet_of_the_hub_and_files_of_the_authors_are_the_same_rows(tmp_path:
         ),
         (["bench=mmmu", "bench=mathvista"], "given twice; write one list: bench=mathvista,mmmu"),
         (["benchmark=mmmu"], "benchmark: no such setting; benchmarks are named by bench="),
-        (["bench=mmmu", "bench.mmmu="], "bench.mmmu= names no place; leave it out for data/mmmu"),
+        (["bench=mmmu", "bench.mmmu="], "bench.mmmu= is empty; leave it out for data/mmmu"),
         (["bench=mmmu", "environment.prompt_key=text"], "environment.prompt_key=text: a benchmark has its own rows"),
         (["bench=mmmu", "bench.mmmu=deep.jsonl"], "not a row of mmmu (ValueError: a list that is nested too deeply)"),
         (["bench=mmmu", "bench.mmmu=long.jsonl"], "not a row of mmmu (ValueError: a list of 200001 characters)"),
-        (["bench=mmmu", "--split", "dev"], "--split dev: benchmarks have test rows only; leave --split out"),
+        (["bench=mmmu", "--split", "dev"], "--split dev: benchmarks have only test rows; leave --split out"),
         (["bench=mmmu", "majority"], "mmmu has no train rows to count answers of; compare with gold or constant:TEXT"),
     ],
 )

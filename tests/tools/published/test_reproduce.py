@@ -147,7 +147,7 @@ def summary_of(page: Path) -> dict[str, Any]:
         (["EASYR1_GEO3K_7B"], "no published result; did you mean easyr1_geo3k_7b or "),
         (["zzz"], "zzz: no published result; there are easyr1_geo3k_7b, "),
         (["easyr1_geo3k_7b", "rollout.n=3"], "verl's actor_rollout_ref.rollout.n is rollout.samples_per_prompt here"),
-        (["easyr1_geo3k_7b", "--quiet"], "no such option; there are --list, --debug and --help"),
+        (["easyr1_geo3k_7b", "--quiet"], "no such option; the options are --list, --debug and --help"),
         (["easyr1_geo3k_7b"], "model.path=Qwen/Qwen2.5-VL-7B-Instruct: its config.json is not in the local cache"),
         (["easyr1_geo3k_7b", "tiny"], "run `fovea data geo3k` where there is a network, and copy data/geo3k here"),
         (["mm_eureka_7b", "tiny"], "no such file data/mm_eureka/train.jsonl, data/mm_eureka/k12.jsonl; the hub's"),

@@ -35,7 +35,7 @@ SHORT = ("max_steps=3", "data.max_prompt_tokens=400", "evaluate.before_training=
 
 
 def check_each_step(run_dir: Path, engine: str) -> None:
-    """The parity gate, and log-probs of two later steps: the first weight sync brings all weights, others the trained ones."""
+    """The parity gate, and log-probs of two later steps: the first weight sync brings all weights."""
     check_exact(run_dir, engine, steps=3)
     assert len({row["weights_checksum"] for row in read_metrics(run_dir)}) == 3
 

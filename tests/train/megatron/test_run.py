@@ -101,7 +101,7 @@ def test_a_checkpoint_answers_as_its_export_does(straight: Path, exported: Path)
 
 def test_a_checkpoint_is_read_by_trust_alone(straight: Path, tmp_path: Path) -> None:
     """A pickle is among its files."""
-    with pytest.raises(ConfigError, match=r"a pickle among its files, .* add trust=True, if the run is your own"):
+    with pytest.raises(ConfigError, match=r"contains a pickle, .* add trust=True if the run is your own"):
         export(straight, tmp_path / "model")
 
 

@@ -54,7 +54,7 @@ def roles_of(config: Config, gpus: int) -> Roles:
     trainers = gpus - cluster.rollout_gpus
     if trainers < 1:
         raise ConfigError(
-            f"cluster.rollout_gpus={cluster.rollout_gpus} leaves none of {gpus} GPUs to train; lower it, or raise "
+            f"cluster.rollout_gpus={cluster.rollout_gpus} leaves no GPU of {gpus} for training; lower it, or raise "
             "plan.gpus"
         )
     apart, backend = cluster.placement == "disaggregated", config.train.backend

@@ -98,7 +98,7 @@ def read_inputs(record: type[Inputs], source: str) -> Inputs:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where} line {error.lineno}: not valid JSON: {error.msg}") from None
     except RecursionError:
-        raise ConfigError(f"{where}: nests too deep for an object of inputs; flatten it") from None
+        raise ConfigError(f"{where}: is nested too deeply for an object of inputs; flatten it") from None
     except ConfigError:
         raise
     except ValueError as error:
