@@ -10,7 +10,7 @@ from fovea.run.context import Run
 from fovea.run.lifecycle import begin, closing, end_early, finish, record, save_last, stopping
 from fovea.run.parity import check_rollout, check_sync
 from fovea.run.recorded import record_samples
-from fovea.run.rollout_step import StepRollout, draw
+from fovea.run.rollout_step import StepRollout, sample_step
 from fovea.run.signals import Stop
 from fovea.run.state import TrainState
 from fovea.run.unscored import record_unscored
@@ -48,7 +48,7 @@ async def _train(run: Run, stop: Stop) -> Summary:
 
 async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metrics]:
     """Take one step, from rows to new weights. `state.step`, counted from 0, is the version of the sampling policy."""
-    rollout = await draw(run, state.step, run.phases)
+    rollout = await sample_step(run, state.step, run.phases)
     await run.engine.sleep()
     metrics = await learn(run, state, rollout)
     with run.phases("weight_sync"):

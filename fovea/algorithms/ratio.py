@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# exp overflows float32 beyond 88; a ratio near e^20 is an engine mismatch, which the rollout_train_* metrics show
+# exp overflows float32 beyond 88; a ratio near e^20 is an engine mismatch, which the mismatch/* metrics show
 MAX_LOG_RATIO = 20.0
 
 

@@ -85,14 +85,15 @@ def _augmentation(config: Config) -> Iterator[str]:
         return
     if algorithm.corrects_for_engine:
         yield (
-            "rollout.augmentation samples completions on noisy pictures, where the engine's log-probs differ from those "
-            "on the clean ones: importance_sampling_fix and old_logprobs=engine compare the two; leave both out, or set "
-            "rollout.augmentation=null"
+            "rollout.augmentation samples completions on noisy pictures, where the engine's log-probs differ from "
+            "those on the clean ones: importance_sampling_fix and old_logprobs=engine compare the two; leave both out, or "
+            "set rollout.augmentation=null"
         )
     if not 0 < rollout.augmentation.num_sampled(rollout.samples_per_prompt) < rollout.samples_per_prompt:
         yield (
             f"rollout.augmentation.share={rollout.augmentation.share} of "
-            f"rollout.samples_per_prompt={rollout.samples_per_prompt} is none or all of a group; set a share such as 0.5, and at least 2 samples per prompt"
+            f"rollout.samples_per_prompt={rollout.samples_per_prompt} is none or all of a group; set a share "
+            "such as 0.5, and at least 2 samples per prompt"
         )
 
 

@@ -134,7 +134,7 @@ class Train(Section):
     """Groups per micro-batch if enable_dynamic_batch_size is false."""
     plain_update_every_steps: MayChange[PositiveInt] = 50
     """Interval of updates that reuse no activations of the rollout and also score groups left out of the update, so
-    that rollout_train_* compares two independent computations of every completion."""
+    that mismatch/* compares two independent computations of every completion."""
     gradient_checkpointing: MayChange[Literal["none", "full", "selective"]] = "none"
     """Activations of the decoder and a trained vision tower that the backward pass recomputes. full: whole layers
     (least memory, a third more time); selective: all except attention and linear layers (medium memory, little

@@ -24,7 +24,7 @@ from fovea.config.run import Config
 from fovea.metrics.log import Phases
 from fovea.run.context import Run
 from fovea.run.parity import check_sync
-from fovea.run.rollout_step import StepRollout, draw
+from fovea.run.rollout_step import StepRollout, sample_step
 from fovea.run.state import Position, position_of, restore_position
 from fovea.types import Metrics
 
@@ -103,7 +103,7 @@ class RolloutsAhead:
             self._positions[step] = position_of(self._run)
             phases = Phases()
             with self._in_use():
-                rollout = await draw(self._run, step, phases)
+                rollout = await sample_step(self._run, step, phases)
             return replace(rollout, metrics=rollout.metrics | phases.seconds() | phases.gib())
 
     async def _sync(self, version: int) -> None:

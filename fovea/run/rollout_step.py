@@ -42,7 +42,7 @@ class StepRollout:
         return sum(rewards) / len(rewards)
 
 
-async def draw(run: Run, step: int, phases: Phases) -> StepRollout:
+async def sample_step(run: Run, step: int, phases: Phases) -> StepRollout:
     """Roll out a step in its curriculum stage, one step after another: its rewards count for the stage of the next."""
     curriculum = run.stream.curriculum
     if (change := curriculum.begin_step(step)) is not None:
@@ -67,8 +67,8 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
     Yu et al., DAPO, arXiv 2503.14476, section 3.2, by accuracy instead of reward.
     """
     sessions = SessionLog()
-    draw_batch = partial(_draw_batch, engine, stream, config, sessions, phases, step)
-    rollout = await _roll_out(stream, config, draw_batch)
+    sample_batch = partial(_sample_batch, engine, stream, config, sessions, phases, step)
+    rollout = await _roll_out(stream, config, sample_batch)
     metrics = dict(rollout.metrics)
     if config.rollout.augmentation:
         metrics |= augmentation_metrics(rollout.groups, config.rollout.augmentation, step, config.max_steps)
@@ -83,7 +83,7 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
     return replace(rollout, failed=failed, metrics=metrics)
 
 
-async def _draw_batch(
+async def _sample_batch(
     engine: Engine,
     stream: TaskStream,
     config: Config,
@@ -118,18 +118,18 @@ async def _draw_batch(
     return groups, unscored
 
 
-DrawBatch: TypeAlias = Callable[[int], Awaitable[tuple[list[Group], list[str]]]]
+SampleBatch: TypeAlias = Callable[[int], Awaitable[tuple[list[Group], list[str]]]]
 """Draws a batch of a step, after so many groups of it."""
 
 
-async def _roll_out(stream: TaskStream, config: Config, draw_batch: DrawBatch) -> StepRollout:
+async def _roll_out(stream: TaskStream, config: Config, sample_batch: SampleBatch) -> StepRollout:
     dynamic, wanted, num_batches = config.algorithm.dynamic_sampling, config.rollout.prompts_per_step, 1
-    groups, unscored = await draw_batch(0)
+    groups, unscored = await sample_batch(0)
     if dynamic is None:
         return StepRollout(groups=groups, to_train=groups, dropped=(), unscored=unscored, metrics={})
     # by accuracy: a group whose rewards differ by a small part for the format only has nothing to teach
     while sum(map(_differs, groups)) < wanted and num_batches < dynamic.max_gen_batches and stream.has_more:
-        more, more_unscored = await draw_batch(num_batches * wanted)
+        more, more_unscored = await sample_batch(num_batches * wanted)
         groups, unscored = [*groups, *more], [*unscored, *more_unscored]
         num_batches += 1
     mixed, alike = [each for each in groups if _differs(each)], [each for each in groups if not _differs(each)]

@@ -116,7 +116,7 @@ def batch_mismatch(
     whole = trained if not batch.left_out else {}
     if left_out:
         whole = mismatch((*batch.groups, *batch.left_out), [*before, *left_out])
-    return whole | {f"{key}/trained": value for key, value in trained.items()}
+    return whole | {key.replace("mismatch/", "mismatch_trained/"): value for key, value in trained.items()}
 
 
 def _none() -> int:

@@ -156,14 +156,13 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     progress.stage("taking the fingerprint of rows, code and model")
     fingerprint = take_fingerprint(config, model, sources.tasks, given)
     if resumed:
-        before, allow = resumed.state["fingerprint"], config.resume_changed == "allow"
-        check_unchanged(before, fingerprint, allow=allow, say=progress.print)
+        allow = config.resume_changed == "allow"
+        check_unchanged(resumed.state["fingerprint"], fingerprint, allow=allow, say=progress.print)
     # before the model is loaded: their errors should not cost minutes
     stream = _stream(config, graded, environment, sources.train)
     warmup = _warmup(config, environment, sources.train, renderer)
     profile = make_profile(config, folder, start_step, progress)
     metrics = _metrics_log(config, folder, resumed, progress, profile)
-    on_unscored = partial(record_unscored_answer, folder, progress.warn)
     if config.model.family == "auto":
         compare_with_transformers(config, model, processor, renderer, opener, environment, progress)
     progress.stage("loading the model")
@@ -188,7 +187,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
             config,
             environment,
             EngineAnswers(backends.engine, environment, graded.grading, config.rollout.max_episode_tokens),
-            on_unscored,
+            partial(record_unscored_answer, folder, progress.warn),
         ),
         checkpoints=checkpoints,
         resumed=resumed,

@@ -20,7 +20,7 @@ from tests.warm import run_together
 ALONE = ("reused", "transfer/", "balance/", "rollout_prefill")
 """Metrics that depend on the number of processes: what a rollout leaves for the update, what is sent, and to whom; the
 work of prefill is counted by an engine in the process of the run."""
-ROUNDING = ("rollout_train", "kl/", "importance", "weights_checksum")
+ROUNDING = ("mismatch", "kl/", "importance", "weights_checksum")
 """Differences between two passes over the same tokens, which are rounding, and the bits of the weights."""
 TIMED = ("seconds/", "tokens_per", "samples_per", "tflops_per", "mfu", "memory/", "waits/", *ALONE, *ROUNDING)
 STEPS = 3

@@ -104,7 +104,7 @@ def test_settings_of_one_variant_say_so() -> None:
 
 def test_choices_are_whole_sentences() -> None:
     (engine,) = [setting for setting in describe("rollout.engine") if setting.key == "rollout.engine.name"]
-    assert " is synced to (extra: vllm). vllm_servers: vLLM servers of " in engine.doc
+    assert " after every update (extra: vllm). vllm_servers: " in engine.doc
     assert [setting.key for setting in describe() if setting.doc[-1] not in ".`)"] == []
 
 

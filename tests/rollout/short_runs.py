@@ -60,7 +60,7 @@ def comparable(run_dir: Path) -> list[dict[str, float]]:
         "transfer/requests",
         "transfer/engines",
         "balance/",
-        "rollout_train",
+        "mismatch",
         "weights_checksum",
         "reused",
     )

@@ -23,7 +23,7 @@ from fovea.models.vision.feature_cache import ImageFeatures
 from fovea.models.vlm import VLM
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.outputs import Drawn, Sampled, completions
+from fovea.rollout.outputs import EngineOutput, Sampled, completions
 from fovea.run.context import RolloutMismatch, Run
 from fovea.run.parity_faults import TakenSync
 from fovea.train.local import LocalPolicy
@@ -161,7 +161,7 @@ class Reporting(BrokenEngine):
             for place, each in enumerate(await super().generate(request))
         }
         prompt_ids_L = self._change(request.prompt, False).token_ids_L.tolist()
-        return completions(request, Drawn(prompt_ids_L=prompt_ids_L, completions=drawn), self._text, version=0)
+        return completions(request, EngineOutput(prompt_ids_L=prompt_ids_L, completions=drawn), self._text, version=0)
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,13 @@ STEPS = 15
 def train_on_the_gates_rows(run: Run) -> float:
     assert run.warmup is not None
     prompts = usable_prompts(run.sources.train, run.environment, 4, max_seconds=100, say=lambda _: None)
-    answers = [run.warmup.answer_ids(*run.environment.demonstration(row.task), "a row") for _, row in prompts]
-    pairs = [SftExample(prompt=row.prompt, answer_ids=ids) for (_, row), ids in zip(prompts, answers, strict=True)]
+    pairs = [
+        SftExample(
+            prompt=row.prompt,
+            answer_ids=run.warmup.answer_ids(row.prompt, *run.environment.demonstration(row.task), "a row"),
+        )
+        for _, row in prompts
+    ]
     return [run.policy.trained.sft(pairs)["loss"] for _ in range(STEPS)][-1]
 
 
