@@ -86,8 +86,8 @@ def _augmentation(config: Config) -> Iterator[str]:
     if algorithm.corrects_for_engine:
         yield (
             "rollout.augmentation samples completions on noisy pictures, where the engine's log-probs differ from "
-            "those on clean ones: importance_sampling_fix and old_logprobs=engine compare the two; leave both out, or set "
-            "rollout.augmentation=null"
+            "those on clean ones: importance_sampling_fix and old_logprobs=engine compare the two; leave both out, "
+            "or set rollout.augmentation=null"
         )
     if not 0 < rollout.augmentation.num_sampled(rollout.samples_per_prompt) < rollout.samples_per_prompt:
         yield (
