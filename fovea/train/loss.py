@@ -17,7 +17,7 @@ from torch import Tensor
 from fovea.algorithms.importance import importance_weights
 from fovea.algorithms.kl import ESTIMATORS, k3
 from fovea.algorithms.masked_pictures import masked_pictures_loss
-from fovea.algorithms.policy_loss import HasFormula, PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
+from fovea.algorithms.policy_loss import HasFormula, cispo_loss, clipped_loss, gspo_loss, sapo_loss
 from fovea.algorithms.value_loss import value_loss
 from fovea.config.algorithm import Algorithm, CispoLoss, ClippedLoss, GspoLoss, KlInLoss, SapoLoss
 from fovea.config.augmentations import Papo
@@ -82,7 +82,21 @@ def _policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) -
     logprobs_A = scores.logprobs_A
     # on the first on-policy step the current policy is the old one: detached, so that the ratio is 1 with a gradient
     old_A = logprobs_A.detach() if micro.old_logprobs_A is None else micro.old_logprobs_A
-    policy = _ratio_loss(logprobs_A, old_A, micro, settings)
+    assert micro.advantages_A is not None, "a policy loss needs advantages (`advantages.with_advantages`)"
+    given = (logprobs_A, old_A, micro.advantages_A)
+    # the loss of the importance ratio
+    match settings.loss:
+        case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual_clip):
+            policy = clipped_loss(*given, clip_low=low, clip_high=high, dual_clip=dual_clip)
+        case GspoLoss(clip_low=low, clip_high=high, dual_clip=dual_clip):
+            policy = gspo_loss(*given, micro.lengths, clip_low=low, clip_high=high, dual_clip=dual_clip)
+        case CispoLoss(clip_low=low, clip_high=high):
+            policy = cispo_loss(*given, clip_low=low, clip_high=high)
+        case SapoLoss(temperature_positive=positive, temperature_negative=negative):
+            policy = sapo_loss(*given, temperature_positive=positive, temperature_negative=negative)
+        case theirs:
+            assert isinstance(theirs, HasFormula), theirs.name
+            policy = theirs.policy_loss(*given, micro.lengths)
     loss_A = policy.loss_A
     sums = {
         "entropy": scores.entropies_A.detach().sum(),
@@ -120,23 +134,6 @@ def _policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) -
         sums["picture/dependence"] = k3(logprobs_A, micro.masked_logprobs_A).detach().sum()
         loss_A = loss_A + _masked_pictures_term(logprobs_A, micro.masked_logprobs_A, settings)
     return (micro.weights_A * loss_A).sum(), sums
-
-
-def _ratio_loss(logprobs_A: Tensor, old_A: Tensor, micro: MicroBatch, settings: Algorithm) -> PolicyLoss:
-    assert micro.advantages_A is not None, "a policy loss needs advantages (`advantages.with_advantages`)"
-    given = (logprobs_A, old_A, micro.advantages_A)
-    match settings.loss:
-        case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual_clip):
-            return clipped_loss(*given, clip_low=low, clip_high=high, dual_clip=dual_clip)
-        case GspoLoss(clip_low=low, clip_high=high, dual_clip=dual_clip):
-            return gspo_loss(*given, micro.lengths, clip_low=low, clip_high=high, dual_clip=dual_clip)
-        case CispoLoss(clip_low=low, clip_high=high):
-            return cispo_loss(*given, clip_low=low, clip_high=high)
-        case SapoLoss(temperature_positive=positive, temperature_negative=negative):
-            return sapo_loss(*given, temperature_positive=positive, temperature_negative=negative)
-        case theirs:
-            assert isinstance(theirs, HasFormula), theirs.name
-            return theirs.policy_loss(*given, micro.lengths)
 
 
 def _masked_pictures_term(logprobs_A: Tensor, masked_logprobs_A: Tensor, settings: Algorithm) -> Tensor:

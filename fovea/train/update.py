@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +46,7 @@ from fovea.train.loss import PassResult
 from fovea.train.microbatches import MicroBatcher, MicrobatchLimit, in_batch_order
 from fovea.train.packing import MicroBatch
 from fovea.train.ranks import ALONE, Ranks
+from fovea.train.row_assignment import Cost
 from fovea.train.schedule import ImagesByRank, UpdatePasses
 from fovea.train.sft import SupervisedTrainer
 from fovea.train.update_metrics import UpdateStats, batch_mismatch
@@ -54,7 +54,6 @@ from fovea.types import Batch, Metrics, SampleGroup
 from fovea.utils.host_waits import awaited
 
 FEWER_WEIGHTS = "train fewer weights (model.lora, model.freeze_vision_tower), or on more processes"
-Result = TypeVar("Result")
 Scored = list[tuple[MicroBatch, TokenScores]]
 """This rank's micro-batches with the scores of their actions."""
 
@@ -222,7 +221,7 @@ class TrainedPolicy(ABC):
         passes = partial(self._with_logprobs, clean, on_masked(batch), needs)
         if needs.beside_engine:
             return self._limit.beside_engine(passes, clean.groups)
-        return self._fit(passes, clean.groups)
+        return self._limit.fit(passes, clean.groups, self._cost)
 
     def _with_logprobs(self, batch: Batch, masked: Batch, needs: Needs) -> Batch:
         # a value head on the policy's trunk gives values and log-probs in one pass
@@ -296,7 +295,8 @@ class TrainedPolicy(ABC):
             num_groups, logprobs = sum(map(len, minibatches)), list[tuple[MicroBatch, Tensor]]()
             for groups in minibatches:
                 # a loss is a share of the whole batch's, and a step uses only one minibatch
-                done = self._fit(partial(self._gradients, groups, num_groups / len(groups)), groups)
+                passes = partial(self._gradients, groups, num_groups / len(groups))
+                done = self._limit.fit(passes, groups, self._cost)
                 stats.flops += self._flops(groups)
                 stats.add(done.sums, done.policy_kl)
                 # before the step: the pass has measured the KL divergence of the current weights
@@ -344,15 +344,15 @@ class TrainedPolicy(ABC):
 
     def _logprobs_of_left_out(self, batch: Batch) -> list[NDArray[np.float32]]:
         left_out = Batch(groups=batch.left_out)
-        return self._fit(lambda: self.logprobs(left_out), left_out.groups)
+        return self._limit.fit(lambda: self.logprobs(left_out), left_out.groups, self._cost)
 
-    def _fit(self, passes: Callable[[], Result], groups: Sequence[SampleGroup]) -> Result:
-        """Run passes over these groups, in smaller micro-batches if memory runs out."""
-        return self._limit.fit(passes, groups, self._batcher.assignment.cost)
+    @property
+    def _cost(self) -> Cost:
+        return self._batcher.assignment.cost
 
     def _flops(self, groups: Sequence[SampleGroup]) -> float:
         num_models = 1 if self._value_model is None else 2
-        return num_models * sum(self._batcher.assignment.cost.flops(group) for group in groups)
+        return num_models * sum(self._cost.flops(group) for group in groups)
 
     def _in_batch_order(self, scored: Iterable[tuple[MicroBatch, Tensor]], batch: Batch) -> list[NDArray[np.float32]]:
         return in_batch_order(scored, batch.groups, self._ranks)
