@@ -15,9 +15,9 @@ class Engine(Protocol):
 
     New weights reach it through `weights.base.WeightSync`.
 
-    It never draws `Processor.banned_ids`, and its log-probs are those of log softmax(logits / temperature) with -inf at
-    these ids (`models.sampling_distribution`), before top-k, top-p and min-p. The trainer's are the same, and the parity
-    gate compares the two; decision 018 has the settings by which vLLM and SGLang do so.
+    It never samples `Processor.banned_ids`. Its log-probs are log softmax(logits / temperature) with -inf at these ids
+    (`models.sampling_distribution`), before top-k, top-p and min-p. The trainer computes the same log-probs, and the
+    parity gate compares the two. Decision 018 lists the settings that make vLLM and SGLang return them.
     """
 
     @property

@@ -1,9 +1,9 @@
 """Protocols of a weight sync from the policy to the engines, and its report.
 
-An engine on the policy's own tensors receives nothing but the new version (`weights.sync.SharedWeights`). To any other
-engine a policy's weights go one by one (`models.weights_to_sync.WeightToSync`), by `weights.sync.WeightSender`, to receivers.
-A new transport is a `WeightReceiver` and, where it crosses processes, a `WeightSync` beside the engine that receives;
-`wiring.workers` makes both.
+An engine that shares the policy's tensors receives only the new version number (`weights.sync.SharedWeights`). For any
+other engine, `weights.sync.WeightSender` sends the policy's weights one by one (`models.weights_to_sync.WeightToSync`)
+to receivers. A new transport implements `WeightReceiver` and, if it crosses processes, also `WeightSync` in the worker
+of the receiving engine; `wiring.workers` constructs both.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class SyncReport:
 
     version: int
     num_tensors: int
-    """Tensors that the weight sync brought; from the second on, only those that training changes, and none that are shared."""
+    """Number of tensors sent, without shared ones; from the second weight sync on, only those that training changes."""
     bytes_copied: int
-    """Bytes that it brought to each engine; 0 where policy and engine share their tensors."""
+    """Bytes sent to each engine; 0 if policy and engine share their tensors."""
     checksum: int | None = None
-    """Checksum of these tensors as this worker sent or received them; None where it did neither, as where policy and
+    """Checksum of the tensors that this worker sent or received; None if it did neither, for example because policy and
     engine share their tensors."""
 
     def metrics(self) -> Metrics:

@@ -58,7 +58,7 @@ class Broadcast:
 
 
 class ReceivedWeights:
-    """The weight sync of a worker that holds only an engine; its weight syncs run while the policy's workers make theirs."""
+    """The `WeightSync` of a worker that has only an engine; it runs while the policy's workers run theirs."""
 
     def __init__(self, ranks: Ranks, receiver: WeightReceiver, pair: Ranks | None = None) -> None:
         """`pair` are the ranks of the sender and this process."""

@@ -24,7 +24,8 @@ from fovea.utils.checksum import bit_hash, combined, read_hashes
 from fovea.weights.base import LosesEngines, SyncReport, WeightReceiver
 
 BUCKET_BYTES = 1 << 26
-"""Tensors that a receiver gets in one call: enough that calls cost nothing, and little beside a layer of a large model."""
+"""Size of the tensors in one call of a receiver: large enough that calls cost little, and small compared with a layer of
+a large model."""
 
 
 @runtime_checkable
@@ -41,10 +42,10 @@ class NetworkEngine(Engine, Protocol):
 
 
 class WeightSender:
-    """Gives the tensors of a policy to this process's receivers; all ranks of the policy make the same syncs.
+    """Sends the tensors of a policy to this process's receivers; all ranks of the policy run the same weight syncs.
 
-    The first weight sync brings all weights, later ones those that training changes: not a frozen tower, and with LoRA only
-    the adapters where the engine takes them. The weight sync after one that failed brings all weights again.
+    The first weight sync sends all weights. Later ones send those that training changes: no frozen tower, and with LoRA
+    only the adapters if the engine can load them. The weight sync after one that failed sends all weights again.
     """
 
     def __init__(
@@ -160,9 +161,9 @@ class NetworkCopy:
                 self._converted[name] = bit_hash(tensor.to(own.dtype))
 
     def hashes(self) -> list[Tensor]:
-        """Hashes of the tensors of this weight sync as the engine holds them, then of those that it holds in another type.
+        """Hashes of this weight sync's tensors in the engine, then hashes of the sent tensors that had to be converted.
 
-        To be taken after the last tensor: one that shares memory with another would be overwritten later.
+        Call this after the last tensor has arrived, since a tensor that shares memory with another may be overwritten.
         """
         return [*(bit_hash(self._own[name]) for name in self._names), *self._converted.values()]
 

@@ -25,8 +25,8 @@ def make_engine(
 ) -> EmbeddedEngine | PlainEngine:
     """Make the engine that samples with this network in this process: embedded, else plain.
 
-    `synced` are the weights that every weight sync brings, whose memory is the update's while the embedded engine sleeps.
-    `can_free_memory`: an update that runs out of memory frees what the engine keeps, and goes on.
+    `synced` names the weights that every weight sync sends: the embedded engine frees their memory while it sleeps.
+    With `can_free_memory`, an update that runs out of memory frees the engine's memory and continues.
     """
     int8 = settings.decode_weights == "int8"
     device = vlm.device

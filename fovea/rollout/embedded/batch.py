@@ -259,7 +259,10 @@ class DecodeBatch:
         self._longest, self._level = max(counts), len(counts) == 1
 
     def _num_tokens(self, row: DecodeRow) -> int:
-        """Tokens of a row, known without a wait for the device; a row that has finished since the last one may have fewer."""
+        """Number of tokens of a row, known without waiting for the device.
+
+        A row that has finished since the last wait may have fewer.
+        """
         return self._steps + 1 - row.first_step
 
 

@@ -94,9 +94,9 @@ class Host:
         _check(await self._manager.update_weights_from_tensor(request, None))
 
     async def finish_sync(self, sent: str) -> None:
-        """End a weight sync, compare what workers hold with what was sent (`scheduler.compare`), and empty all caches."""
+        """End a weight sync, compare the workers' weights with those sent (`scheduler.compare`), and empty caches."""
         await self._end_sync()
-        # it blocks; nothing else is going on
+        # this call blocks the loop, on which nothing else is running now
         self._engine.collective_rpc("compare", sent=sent)
         await self._empty_caches()
 
@@ -144,8 +144,9 @@ def _check(result: tuple[bool, str]) -> None:
 
 
 async def serve(engine: Any, connection: Connection) -> None:
-    """Serve the trainer until it hangs up, or is gone."""
-    # on a CPU SGLang collects garbage whenever it frees caches, in every weight sync: not through all objects of its start
+    """Serve the trainer until it closes the connection or its process ends."""
+    # on a CPU, SGLang collects garbage whenever it frees caches, which every weight sync does: exclude all objects that
+    # exist now
     await engine.tokenizer_manager.freeze_gc()
     await serve_parent(Host(engine), connection, "SGLang: ")
 

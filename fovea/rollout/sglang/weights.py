@@ -1,8 +1,8 @@
-"""Weights of a policy into SGLang: names and shapes checked first, then loaded in buckets, then read back.
+"""Weight sync into SGLang: names and shapes are checked first, then weights are loaded in buckets, then read back.
 
-A name that SGLang does not know, or a shape that does not fit, ends its scheduler. The first weight sync therefore brings all
-weights of the checkpoint that SGLang was started from, in its shapes, and later ones some of them; others are refused
-before they begin.
+An unknown name or a wrong shape makes SGLang's scheduler exit. The first weight sync must therefore send all weights of
+the checkpoint that SGLang was started from, in its shapes, and later ones a subset of them; any other weight sync is
+refused before it begins.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ class SglangWeights:
         self._names = {plain_name(name): name for name in held}
         """Names in the checkpoint, which are those that SGLang loads."""
         self.are_complete = False
-        """True if SGLang holds all weights of some syncs, the last of which has ended."""
+        """True if SGLang holds all weights, and the last weight sync has finished."""
         self._sending: dict[str, tuple[Shape, Tensor]] = {}
-        """Shapes and hashes of the weights of this weight sync, by their names in the checkpoint; not read from the device."""
+        """Shape and hash of each weight of this weight sync, by its name in the checkpoint; the hashes are still on the
+        device."""
         self._sent: dict[str, Sent] = {}
         """All weights that were sent and not replaced, by their names in the checkpoint."""
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise EngineError unless these are all weights, or after a weight sync of all some of them, in their shapes."""
+        """Raise EngineError for a wrong name or shape, and for a missing weight if SGLang does not hold all yet."""
         sent = {plain_name(name): shape for name, shape in shapes.items()}
         wanted = sent.keys() & self._expected.keys() if self.are_complete else self._expected.keys()
         check_shapes(sent, {name: self._expected[name] for name in wanted}, engine="SGLang")

@@ -1,7 +1,7 @@
-"""vLLM servers behind the `Engine` protocol: their own processes, on any machine, that share a folder with this one.
+"""vLLM servers as an `Engine`: separate processes, on any machine, that share a folder with this one.
 
-Requests carry expanded token ids and processed pixels to `/inference/v1/generate`, as in this process. Every weight sync is
-whole, so that a server that starts anew can get all of the present weights from the folder.
+Requests to `/inference/v1/generate` carry the same expanded token ids and processed pixels as for vLLM in this process.
+Every weight sync sends all weights, so that a restarted server can load the current ones from the folder.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ OTHER_WEIGHTS = b"this server does not hold the weights of that weight sync"
 
 
 class SameSync:
-    """ASGI middleware that refuses calls for a weight sync that this server does not hold, and makes the calls of workers.
+    """ASGI middleware that refuses requests for a weight sync that this server does not hold, and calls its workers.
 
-    A server that was started again holds none, and another run may have synced its own: without this, completions
-    would come from those weights. vLLM's own path would call any method of its workers.
+    A restarted server holds no weight sync, and another run may have sent its own: without this check, completions
+    would be sampled with the wrong weights. vLLM's own `/collective_rpc` would call any method of its workers.
     """
 
     def __init__(self, app: App) -> None:

@@ -1,9 +1,9 @@
-"""Weights of a policy into vLLM: names and shapes checked first, then loaded in buckets, then read back.
+"""Weight sync into vLLM: names and shapes are checked first, then weights are loaded in buckets, then read back.
 
-vLLM fuses weights (q, k and v; gate and up), and a weight sync of a part of such a group leaves it corrupt without a word. The
-first weight sync therefore brings all weights of the checkpoint that vLLM was started from, and later ones all weights of each
-layer that they touch; others are refused before they begin. vLLM itself has refused to start if its parameters were not
-all in that checkpoint.
+vLLM fuses weights (q, k and v; gate and up), and loading only a part of such a group corrupts it without an error. The
+first weight sync must therefore send all weights of the checkpoint that vLLM was started from, and later ones all
+weights of each layer that they touch; any other weight sync is refused before it begins. vLLM itself refuses to start
+if one of its parameters is missing from that checkpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class ExpectedWeights:
         self.slices: Slices = {} if is_sharded else self._slices_of_expected()
 
     def check(self, shapes: Mapping[str, Shape], *, has_all: bool = False) -> None:
-        """Raise EngineError unless a weight sync of these leaves vLLM with complete weights; `has_all`: of earlier weight syncs."""
+        """Raise EngineError unless vLLM's weights are complete after a weight sync of these names and shapes.
+
+        With `has_all`, earlier weight syncs have sent all weights.
+        """
         keys = {self.vllm_name(name): name for name in shapes}
         touched = {self._layer(key) for key in keys}
         wanted = {
@@ -144,6 +147,6 @@ def compare(sent: Mapping[str, int], found: Mapping[str, int]) -> None:
     differing = [name for name, value in sent.items() if found[name] != value]
     if differing:
         raise EngineError(
-            f"{len(differing)} weights differ between trainer and vLLM after a weight sync, first {differing[0]}; run again, "
-            "and report this as a bug if it comes back"
+            f"{len(differing)} weights differ between trainer and vLLM after a weight sync, the first is "
+            f"{differing[0]}; run again, and report this as a bug if it happens again"
         )
