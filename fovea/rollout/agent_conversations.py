@@ -83,8 +83,8 @@ class AgentConversations:
         most_tokens = self._renderer.most_tokens
         if most_tokens is not None and prompt.num_tokens > most_tokens:
             raise BadRowError(
-                f"the conversation has {prompt.num_tokens} tokens, images included, and the model has positions for "
-                f"{most_tokens} beside an answer; begin another one",
+                f"the conversation has {prompt.num_tokens} tokens, images included, but the model has positions for "
+                f"only {most_tokens} before an answer; start a new conversation",
                 "prompt_too_long",
             )
 

@@ -42,8 +42,7 @@ def check_merge(config: PretrainedConfig, *, model: str, setting: str, engine: s
     if config.model_type == "qwen2_vl" and size != QWEN2_VL_MERGE:
         raise ConfigError(
             f"rollout.engine={setting}, but {model} merges {size} x {size} patches into a visual token, and {engine} "
-            f"those of a Qwen2-VL {QWEN2_VL_MERGE} x {QWEN2_VL_MERGE}, whatever its config says; set "
-            "rollout.engine=embedded"
+            f"always merges {QWEN2_VL_MERGE} x {QWEN2_VL_MERGE} patches for a Qwen2-VL; set rollout.engine=embedded"
         )
 
 
@@ -56,7 +55,7 @@ def fitting_length(config: PretrainedConfig, chosen: int | None, default: int, *
     if chosen is not None and chosen > positions:
         raise ConfigError(
             f"rollout.engine.max_model_len={chosen}, but {model} has positions for {positions} tokens; lower it, or "
-            "leave it out"
+            "leave it unset"
         )
     return chosen or min(default, positions)
 
@@ -78,9 +77,9 @@ def check_arguments(
     for key in given:
         here = f"rollout.engine.engine_args.{key}"
         if key in settings:
-            raise ConfigError(f"{here}: a separate setting; set rollout.engine.{settings[key]}")
+            raise ConfigError(f"{here}: this argument has its own setting; set rollout.engine.{settings[key]}")
         if key in fixed:
-            raise ConfigError(f"{here}: Fovea sets it to {fixed[key]!r}, on which its training depends; remove it")
+            raise ConfigError(f"{here}: Fovea sets it to {fixed[key]!r}, which training depends on; remove it")
         check_known(key, known, where=here, engine=engine, listed=listed)
 
 
@@ -101,8 +100,8 @@ def gpus_of_engine(number: int, cuda: Any = torch.cuda) -> list[int]:
     if own + number > all_of_them:
         raise ConfigError(
             f"rollout.engine.tensor_parallel_size={number}, but the process on GPU {own} sees {all_of_them} GPUs, and "
-            "its engine takes this one and those after it; lower it, or give the engine's process the first of as many "
-            "free GPUs (cluster.placement=disaggregated cluster.rollout_gpus=1)"
+            "its engine uses this GPU and those after it; lower it, or place the engine's process on the first of "
+            "enough free GPUs (cluster.placement=disaggregated cluster.rollout_gpus=1)"
         )
     return list(range(own, own + number))
 
@@ -121,19 +120,19 @@ def keeping_gpu(cuda: Any = torch.cuda) -> Iterator[None]:
 def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape], *, engine: str) -> None:
     """Raise EngineError unless names and shapes of weights are those of the engine."""
     reshaped = [
-        f"{name} is {list(shape)} and not {list(expected[name])}"
+        f"{name} has shape {list(shape)} instead of {list(expected[name])}"
         for name, shape in sent.items()
         if name in expected and shape != expected[name]
     ]
     sides = [
         (expected.keys() - sent.keys(), f"that {engine} needs were not sent"),
         (sent.keys() - expected.keys(), f"that were sent {engine} does not have"),
-        (reshaped, f"have another shape in {engine}"),
+        (reshaped, f"have a different shape in {engine}"),
     ]
     found = [f"{len(names)} {which}, first {min(names)}" for names, which in sides if names]
     if found:
         raise EngineError(
-            f"weights do not match between trainer and {engine}: {'; '.join(found)}; both must open the same model: "
+            f"weights do not match between trainer and {engine}: {'; '.join(found)}; both must load the same model: "
             "compare model.path on both sides"
         )
 

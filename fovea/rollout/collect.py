@@ -165,7 +165,7 @@ def _group_of(item: PromptedTask, found: Sequence[Episode | FailedEpisodeError],
     if len(episodes) < fewest:
         failed = [each for each in found if not isinstance(each, Episode)]
         how_many = f"all {len(found)}" if not episodes else f"all but one of {len(found)}"
-        raise UnscoredError(f"{how_many} episodes failed; the last: {failed[-1]}")
+        raise UnscoredError(f"{how_many} episodes failed; the last error: {failed[-1]}")
     return Group(prompt=item.prompt, episodes=episodes, masked=item.masked)
 
 

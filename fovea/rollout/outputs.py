@@ -103,12 +103,12 @@ def check_fits(request: Request, *, max_model_len: int, max_images: int) -> None
     if num_tokens + num_new > max_model_len:
         raise EngineError(
             f"a prompt of {num_tokens} tokens with completions of up to {num_new} needs {num_tokens + num_new}, "
-            f"and the engine has max_model_len={max_model_len}; raise that, or lower rollout.max_new_tokens "
+            f"but the engine has max_model_len={max_model_len}; raise it, or lower rollout.max_new_tokens "
             "or model.max_pixels"
         )
     if num_images > max_images:
         raise EngineError(
-            f"a prompt has {num_images} images, and the engine has limit_mm_per_prompt.image={max_images}; raise that"
+            f"a prompt has {num_images} images, but the engine has limit_mm_per_prompt.image={max_images}; raise it"
         )
 
 
@@ -125,16 +125,16 @@ def check_prompt(ours: Prompt, engines: Sequence[int]) -> None:
     is_ours_L, is_theirs_L = np.isin(ours.token_ids_L, visual), np.isin(theirs_L, visual)
     num_ours, num_theirs = int(is_ours_L.sum()), int(is_theirs_L.sum())
     if not np.array_equal(ours.token_ids_L[~is_ours_L], theirs_L[~is_theirs_L]):
-        cause = "it was sent text in place of token ids, or made ids of the text again; send it the ids"
+        cause = "it was sent text in place of token ids, or tokenized the text again; send it the token ids"
     elif not num_theirs:
         cause = "the images do not reach it; send them with each request"
     elif 2 * num_ours - len(ours.images) <= num_theirs <= 2 * num_ours:
-        cause = "it expands image tokens that are expanded already; send it the ids of one of the two kinds"
+        cause = "it expands image tokens that are expanded already; do not expand them on both sides"
     else:
-        cause = "it resizes images differently; give both the same image processor, model.min_pixels and max_pixels"
+        cause = "it resizes images differently; use one image processor, model.min_pixels and model.max_pixels for both"
     raise EngineError(
-        f"the engine has read a prompt of {len(theirs_L)} tokens, {num_theirs} of them of images, and the trainer's "
-        f"has {len(ours.token_ids_L)}, {num_ours} of them of images: {cause}"
+        f"the engine's prompt has {len(theirs_L)} tokens, {num_theirs} of them for images, but the trainer's prompt "
+        f"has {len(ours.token_ids_L)}, {num_ours} of them for images: {cause}"
     )
 
 

@@ -85,11 +85,11 @@ class LaunchesServers(Protocol):
         ...
 
 
-CLOSED = "the engine was closed; start another"
-NO_WEIGHTS = "the engine has no weights; sync them first"
+CLOSED = "the engine was closed; start another one"
+NO_WEIGHTS = "the engine has no weights; run a weight sync first"
 BROKEN_SYNC = (
-    "the last weight sync broke off and left weights of two versions in the engine; sync all of them again, or "
-    "start again to go on from the last checkpoint"
+    "the last weight sync failed halfway and left weights of two versions in the engine; sync all weights again, or "
+    "start again to continue from the last checkpoint"
 )
 
 
@@ -113,7 +113,7 @@ class Readiness:
     def check(self, request: Request) -> None:
         """Raise EngineError for a request that cannot be served now, or at all."""
         if self.asleep:
-            raise EngineError("a request to an engine that is asleep; call wake first")
+            raise EngineError("a request reached an engine that is asleep; call wake first")
         if self.version is None:
             raise EngineError(self.lacks)
         check_fits(request, max_model_len=self.max_model_len, max_images=self.max_images)
@@ -121,12 +121,12 @@ class Readiness:
     def check_wakes(self) -> None:
         """Raise EngineError for a wake of an engine whose weights were freed, and not synced since."""
         if self.version is None:
-            raise EngineError("wake was called before the weights that sleep freed were sent; sync them first")
+            raise EngineError("wake was called before the weights that sleep freed were sent; run a weight sync first")
 
     @property
     def sampled_with(self) -> int:
         """Version of the weights that the running requests are sampled with."""
-        assert self.version is not None, "weights came while a request was running"
+        assert self.version is not None, "weights arrived while a request was running"
         return self.version
 
 

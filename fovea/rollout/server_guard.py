@@ -122,13 +122,13 @@ class Guard:
         if self._api_key and not secrets.compare_digest(given, self._api_key):
             raise RefusedError(UNAUTHORIZED, b"Unauthorized")
         if scope["path"] not in ASKING:
-            raise RefusedError(FORBIDDEN, b"this server answers %s only" % ", ".join(ASKING).encode())
+            raise RefusedError(FORBIDDEN, b"this server answers only %s" % ", ".join(ASKING).encode())
 
     async def _checked_body(self, receive: Receive) -> bytes:
         """The body of a request for completions as the engine gets it: with bans, and without addresses."""
         body = await whole_body(receive, MAX_BODY_BYTES)
         if body is None:
-            raise RefusedError(TOO_LARGE, b"a request of more than %d bytes" % MAX_BODY_BYTES)
+            raise RefusedError(TOO_LARGE, b"the request has more than %d bytes" % MAX_BODY_BYTES)
         try:
             request = json.loads(body)
         except (ValueError, RecursionError):  # no JSON, or too deep
@@ -170,12 +170,12 @@ MAX_ADDRESSES = 16
 MAX_BYTES = 48 << 20
 """Of all images by address in one request; as base64, they are as much as the longest request."""
 MAX_MEGAPIXELS = 64.0
-DATA_ONLY = b"images come as data: URLs; this server opens no addresses or files"
-IMAGES_ONLY = b"images come as image_url, with a data:, http:// or https:// URL; this server opens no other addresses"
-TOO_MANY = b"more than %d images by address" % MAX_ADDRESSES
+DATA_ONLY = b"send images as data: URLs; this server opens no addresses or files"
+IMAGES_ONLY = b"send images as image_url, with a data:, http:// or https:// URL; this server opens no other addresses"
+TOO_MANY = b"the request has more than %d images by address" % MAX_ADDRESSES
 # one for all, so that it does not tell what exists at an address
 UNREADABLE = b"an image could not be read at its address; send it as a data: URL"
-TOO_LONG = b"images by address of more than %d bytes" % MAX_BYTES
+TOO_LONG = b"the images by address have more than %d bytes in all" % MAX_BYTES
 
 
 async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
@@ -241,11 +241,11 @@ def made_key(folder: Path) -> str:
         status = file.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise ConfigError(
-                f"{file}: others may know this key of the servers; delete it, and start all of them again"
+                f"{file}: other users may know this key of the servers; delete it, and restart all servers"
             )
         return file.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; it must be a file of the user who trains and serves") from error
+        raise ConfigError(f"{file}: {error.strerror}; the user who trains and serves must own it") from error
 
 
 def _write_once(file: Path) -> None:

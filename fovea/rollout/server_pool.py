@@ -35,8 +35,8 @@ def understood(server: JsonServer, path: str) -> AbstractContextManager[None]:
     """Block in which an answer of a server is read; an EngineError names one of another form than is expected."""
     return named(
         lambda error: EngineError(
-            f"{server.url}{path} answers in another form than is expected ({type(error).__name__}: {error}); it must "
-            "be a server of `fovea serve --for-training`, with the same versions as here"
+            f"{server.url}{path} sends an unexpected response ({type(error).__name__}: {error}); it must be a server "
+            "of `fovea serve --for-training`, with the same package versions as here"
         )
     )
 
@@ -51,7 +51,7 @@ class PooledServer:
     is_ready: bool = False
     num_prepared: int = 0
     """How often it was made ready."""
-    problem: str = "it was not asked yet"
+    problem: str = "it has not been contacted yet"
     """Why it is not ready."""
 
 
@@ -98,7 +98,7 @@ class ServerPool:
                     parsed = parse(answer)
                 if parsed is not None:
                     return parsed
-                self._lose(member, CallError("it broke a request off"), num_prepared)
+                self._lose(member, CallError("it aborted a request"), num_prepared)
             except CallError as error:
                 if not error.may_pass:
                     raise EngineError(f"{member.server.url} refuses a request: {error}") from error
@@ -106,8 +106,8 @@ class ServerPool:
             finally:
                 member.load -= load
         raise EngineError(
-            f"a request was lost with each of {MAX_TRIES} servers that it came to, the last one: {self._problems()}; "
-            "see the servers' own messages"
+            f"a request failed on each of the {MAX_TRIES} servers that it was sent to; not ready: {self._problems()}; "
+            "see the servers' logs"
         )
 
     async def on_all(self, call: Callable[[JsonServer], Awaitable[None]]) -> None:
@@ -138,7 +138,7 @@ class ServerPool:
         except TimeoutError as error:
             raise LostEngineError(
                 f"no server was ready for rollout.engine.restart_seconds={self.restart_seconds:g}: "
-                f"{self._problems()}; start one again, or raise that"
+                f"{self._problems()}; restart one, or raise this setting"
             ) from error
         self._check_not_taken()
         return min((member for member in self.members if member.is_ready), key=lambda member: member.load)
@@ -152,7 +152,7 @@ class ServerPool:
         # of a server that was lost and is back, the last calls before that may fail late
         if member.is_ready and member.num_prepared == num_prepared:
             member.is_ready, member.problem = False, str(error)
-            _warn(member, f"is lost: {error}; the others draw what it was drawing, and it is asked until it is back")
+            _warn(member, f"is lost: {error}; the others take over its requests until it is back")
             task = asyncio.create_task(self._until_back(member))
             self._returning.add(task)
             task.add_done_callback(self._returning.discard)
@@ -166,7 +166,7 @@ class ServerPool:
             async with self._changed:
                 self._changed.notify_all()
         else:
-            _warn(member, "is back, with the present weights")
+            _warn(member, "is back, with the current weights")
 
     async def _until_ready(self, member: PooledServer, *passing: type[Exception]) -> None:
         """Prepare a server, again after an error that is `passing`, until it is ready."""

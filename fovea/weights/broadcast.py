@@ -68,7 +68,7 @@ class ReceivedWeights:
 
     async def leave_out_lost(self, left: Sequence[int]) -> None:
         """Receive from the sender in the pair with it, since one of the other receivers is lost."""
-        assert self._pair is not None, f"one of two receivers or more was lost, and this one has no pair: {left}"
+        assert self._pair is not None, f"a receiver was lost, and this one shares no group with the sender: {left}"
         self._ranks = self._pair
 
     async def sync(self, version: int) -> SyncReport:

@@ -24,8 +24,8 @@ from fovea.utils.checksum import bit_hash, combined, read_hashes
 from fovea.weights.base import LosesEngines, SyncReport, WeightReceiver
 
 BUCKET_BYTES = 1 << 26
-"""Size of the tensors in one call of a receiver: large enough that calls cost little, and small compared with a layer of
-a large model."""
+"""Size of the tensors in one call of a receiver: large enough that calls cost little, and small compared with a layer
+of a large model."""
 
 
 @runtime_checkable
@@ -127,7 +127,7 @@ class SharedWeights:
 
     async def leave_out_lost(self, left: Sequence[int]) -> None:
         """Send only to the remaining engines elsewhere, by rank among all workers."""
-        assert self._elsewhere is not None, f"no engine is elsewhere, and these are left: {left}"
+        assert self._elsewhere is not None, f"there is no engine in other processes, yet these remain: {left}"
         await self._elsewhere.leave_out_lost(left)
 
 
@@ -175,7 +175,7 @@ class NetworkCopy:
         if differing:
             raise EngineError(
                 f"the weight {differing[0]} differs between trainer and engine after it was copied; run again, and "
-                "report this as a bug if it comes back"
+                "report this as a bug if it happens again"
             )
 
     def finish_sync(self, version: int) -> None:

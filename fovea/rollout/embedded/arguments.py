@@ -32,8 +32,8 @@ def make_engine(
     device = vlm.device
     if int8 and device.type != "cpu":
         raise ConfigError(
-            f"rollout.engine.decode_weights=int8, but the model is on {device.type} and 8-bit decoding is made for "
-            "CPUs; set rollout.engine.decode_weights=exact"
+            f"rollout.engine.decode_weights=int8, but the model is on {device.type}, and 8-bit decoding runs only "
+            "on CPUs; set rollout.engine.decode_weights=exact"
         )
     if not isinstance(vlm, VLM):
         if int8:

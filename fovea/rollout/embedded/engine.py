@@ -70,7 +70,7 @@ class EmbeddedEngine:
         if tape is not None and tape.holds_linears and not tuning.keeps_outputs_in_order:
             raise ValueError(
                 "a tape of linear outputs needs exact decoding over the dense cache with a wait at every step; leave "
-                "int8_decoding, cache and decode_steps_per_wait of Tuning unset, or give a tape without widths"
+                "int8_decoding, cache and decode_steps_per_wait of Tuning unset, or pass a tape without widths"
             )
         self._vlm = vlm
         self._tape = tape
@@ -104,7 +104,7 @@ class EmbeddedEngine:
     async def generate(self, request: Request) -> Sequence[Completion]:
         """Sample n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
         if self._asleep:
-            raise EngineError("a request to an engine that is asleep; call wake first")
+            raise EngineError("a request reached an engine that is asleep; call wake first")
         prompt = request.prompt
         positions_3L, first_position = self._vlm.family.positions(prompt.token_ids_L, prompt.images, 0)
         queued = QueuedRequest(
@@ -118,8 +118,8 @@ class EmbeddedEngine:
             if needed > self.memory.tokens:
                 raise EngineError(
                     f"a prompt of {prompt.num_tokens} tokens with {request.n} completions of up to "
-                    f"{request.sampling.max_new_tokens} needs {needed} cache tokens, and rollout.engine."
-                    f"max_batch_tokens={self.memory.tokens}; raise that, or lower rollout.samples_per_prompt or "
+                    f"{request.sampling.max_new_tokens} needs {needed} cache tokens, but rollout.engine."
+                    f"max_batch_tokens={self.memory.tokens}; raise it, or lower rollout.samples_per_prompt or "
                     "rollout.max_new_tokens"
                 )
             self._scheduler.submit(queued)
@@ -147,7 +147,7 @@ class EmbeddedEngine:
     async def wake(self) -> None:
         """Accept requests again; EngineError if weights were freed and not synced since."""
         if not self.memory.has_copied_weights:
-            raise EngineError("wake was called before the weights that sleep freed were sent; sync them first")
+            raise EngineError("wake was called before the weights that sleep freed were sent; run a weight sync first")
         # version 0 is that of the warm-up, whose updates take less
         if self._asleep and self._version:
             self.memory.measure_update()
@@ -181,7 +181,7 @@ class EmbeddedEngine:
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take references to the language model's tensors; copy those of the vision tower unless they are shared."""
         if self._busy:
-            raise EngineError("new weights while the engine is generating completions; await them first")
+            raise EngineError("new weights arrived while the engine is generating completions; await them first")
         # nothing trains a buffer, and no weight sync has one
         named = dict(self._vlm.network.named_buffers()) | dict(weights)
         own = dict(factored_weights(self._vlm.network))

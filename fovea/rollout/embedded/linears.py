@@ -186,7 +186,7 @@ def _layer(
 
 def _head_norm(named: NamedWeights, prefix: str, shape: DecoderShape) -> HeadNorm | None:
     query, key = (named.tensors.get(f"{prefix}self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
-    assert (query is None) == (key is None), f"{prefix}self_attn: a norm of only queries or only keys"
+    assert (query is None) == (key is None), f"{prefix}self_attn has a norm for only queries or only keys"
     if query is None or key is None:
         return None
     return HeadNorm(query, key, shape.norm_eps)
@@ -227,7 +227,7 @@ class Int8Linears:
         self._widths = [len(each.weight) for each in layers]
         self._weight_OE, self._scale_O = _quantized(weight_OE)
         biases = [each.bias for each in layers if each.bias is not None]
-        assert len(biases) in (0, len(layers)), "some of the joined layers have a bias and some have none"
+        assert len(biases) in (0, len(layers)), "only some of the joined layers have a bias"
         self._bias_O = torch.cat(biases) if biases else None
 
     def __call__(self, x_BE: Tensor) -> tuple[Tensor, ...]:
@@ -269,7 +269,7 @@ class OneDnnLinears:
         self._beside = None if exact_merge else join_adapters(layers)
         weights = [merged_weight(each) if exact_merge else each.weight for each in layers]
         biases = [each.bias for each in layers if each.bias is not None]
-        assert len(biases) in (0, len(layers)), "some of the joined layers have a bias and some have none"
+        assert len(biases) in (0, len(layers)), "only some of the joined layers have a bias"
         if self._beside is not None:
             weights.append(self._beside.down_RE)
             biases += [self._beside.down_RE.new_zeros(len(self._beside.down_RE))] if biases else []
@@ -318,7 +318,9 @@ def join_adapters(layers: Sequence[Factors]) -> JoinedAdapters | None:
     # without an adapter: no rows, and columns of zeros in the block matrix
     ups = [each.weight.new_empty(0, len(each.weight)) if each.up is None else each.up.t() for each in layers]
     scales = {each.scale for each in adapted}
-    assert len(scales) == 1, f"adapters on one input are scaled by {scales}"
-    assert all(each.down is None or each.down.dtype == each.weight.dtype for each in layers), "they are one product"
+    assert len(scales) == 1, f"adapters on one input have different scales: {scales}"
+    assert all(each.down is None or each.down.dtype == each.weight.dtype for each in layers), (
+        "adapter and weight dtypes differ"
+    )
     downs = [each.down for each in adapted if each.down is not None]
     return JoinedAdapters(torch.cat(downs), torch.block_diag(*ups), scales.pop())

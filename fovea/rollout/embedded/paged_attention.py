@@ -45,7 +45,7 @@ def _shape_of_paged_attention(
 def paged_refusal(shape: HeadShape, page_tokens: int) -> str | None:
     """Why `paged_attention` cannot be used for heads of this shape; None where it gives the plain twin's values."""
     if shape.width < 16 or shape.width & (shape.width - 1):
-        return f"its head size is a power of two from 16 on, not {shape.width}"
+        return f"its head size must be a power of two and at least 16, not {shape.width}"
     return why_refused(lambda: difference(paged_attention, shape, page_tokens))
 
 
@@ -60,8 +60,8 @@ def difference(kernel: PagedKernel, shape: HeadShape, page_tokens: int) -> str |
         relative = float((found.float() - expected).norm() / expected.norm())
         if not relative <= TOLERANCE[shape.dtype]:
             return (
-                f"{rows} rows of up to {most} keys are off by {relative:.1e} of their size, and rounding to "
-                f"{shape.dtype} moves them by less than {TOLERANCE[shape.dtype]:.0e}"
+                f"for {rows} rows of up to {most} keys, its outputs have a relative error of {relative:.1e}, and "
+                f"rounding to {shape.dtype} explains less than {TOLERANCE[shape.dtype]:.0e}"
             )
     return None
 

@@ -210,7 +210,7 @@ class PagedCache:
         return row
 
     def _take(self, count: int) -> list[int]:
-        assert count <= len(self._free), f"{count} pages needed, {len(self._free)} are free: admitted too much"
+        assert count <= len(self._free), f"{count} pages are needed and {len(self._free)} are free"
         # the pages that were freed last
         return [self._free.pop() for _ in range(count)]
 

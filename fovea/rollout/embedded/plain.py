@@ -49,13 +49,13 @@ class PlainEngine:
         if self._version is None:
             raise EngineError("the engine has no weights; call load_weights first")
         if self._asleep:
-            raise EngineError("a request to an engine that is asleep; call wake first")
+            raise EngineError("a request reached an engine that is asleep; call wake first")
         needed = request.n * (request.prompt.num_tokens + request.sampling.max_new_tokens)
         if needed > self._max_batch_tokens:
             raise EngineError(
                 f"{request.n} copies of a prompt of {request.prompt.num_tokens} tokens with completions of up to "
-                f"{request.sampling.max_new_tokens} need {needed} cache tokens, and rollout.engine.max_batch_tokens="
-                f"{self._max_batch_tokens}; raise that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
+                f"{request.sampling.max_new_tokens} need {needed} cache tokens, but rollout.engine.max_batch_tokens="
+                f"{self._max_batch_tokens}; raise it, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
             )
         positions_XL, first_position = self._family.positions(request.prompt.token_ids_L, request.prompt.images, 0)
         done = asyncio.get_running_loop().create_future()

@@ -107,11 +107,11 @@ def decoding_note(text_config: Any, device: torch.device, dtype: torch.dtype) ->
     refusal = _paged_refusal(decoder_shape(text_config), device, dtype, PAGE_TOKENS)
     if refusal is None:
         rows, most = TRIALS[-1]
-        return f"decoding: pages of keys by a Triton kernel (tried on {rows} rows of {most} keys), CUDA graphs"
+        return f"decoding: paged attention by a Triton kernel (tried on {rows} rows of {most} keys), CUDA graphs"
     return (
-        f"slow: decoding: the kernel for pages of keys is not used ({refusal}); the engine decodes over a dense cache "
-        "and without CUDA graphs, which is three to six times slower; report it with the output of `fovea doctor`, or "
-        "use rollout.engine=vllm"
+        f"slow: decoding: the paged attention kernel is not used ({refusal}); the engine decodes with a dense KV cache "
+        "and without CUDA graphs, which is three to six times slower; report this with the output of `fovea doctor`, "
+        "or use rollout.engine=vllm"
     )
 
 
@@ -119,7 +119,7 @@ def _paged_refusal(shape: DecoderShape, device: torch.device, dtype: torch.dtype
     if device.type == "cpu":
         return "there is no kernel for CPUs"
     if shape.delta is not None:
-        return "delta nets have their states beside the dense cache only"
+        return "delta nets need the dense KV cache"
     return paged_refusal(heads_of(shape, device, dtype), page_tokens)
 
 

@@ -190,12 +190,12 @@ def check_vision(config: PretrainedConfig, model: str) -> None:
     vision = config.vision_config
     if config.model_type == "qwen2_5_vl" and 3 * vision.temporal_patch_size * vision.patch_size**2 != PATCH_VALUES:
         raise ConfigError(
-            f"SGLang takes the patches of a Qwen2.5-VL for features unless they are 14 x 14 pixels, and {model} has "
+            f"SGLang mistakes patches of a Qwen2.5-VL for features unless they are 14 x 14 pixels, and {model} has "
             f"patches of {vision.patch_size} x {vision.patch_size}; use another engine, such as rollout.engine=embedded"
         )
     if config.model_type == "qwen3_vl_moe" and len(vision.deepstack_visual_indexes) != DEEPSTACK_LAYERS:
         raise ConfigError(
-            f"SGLang adds features of {DEEPSTACK_LAYERS} vision layers to the decoder of a Qwen3-VL-MoE, and {model} "
+            f"SGLang adds features of {DEEPSTACK_LAYERS} vision layers to the decoder of a Qwen3-VL-MoE, but {model} "
             f"has deepstack_visual_indexes={vision.deepstack_visual_indexes}; use another engine, such as "
             "rollout.engine=embedded"
         )

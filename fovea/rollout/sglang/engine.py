@@ -107,7 +107,7 @@ class SglangEngine:
 
         EngineError, and nothing changed, while requests run, or if they are not those that SGLang was started from.
         """
-        self._check_idle("new weights came")
+        self._check_idle("new weights arrived")
         self._weights.check(shapes)
         self._readiness.lose_weights(BROKEN_SYNC)
         self._allocate(WEIGHTS)
@@ -138,6 +138,6 @@ class SglangEngine:
         self._given_up = wait(self._given_up, ABORT_SECONDS).not_done
         if self._given_up:
             raise EngineError(
-                f"{call}, and SGLang has not ended {len(self._given_up)} requests that were cancelled within "
-                f"{ABORT_SECONDS:g} s; start again to go on from the last checkpoint"
+                f"{call}, but SGLang has not ended {len(self._given_up)} cancelled requests within "
+                f"{ABORT_SECONDS:g} s; start again to continue from the last checkpoint"
             )

@@ -122,7 +122,7 @@ def _sampled(output: Mapping[str, Any]) -> Sampled:
     about = output["meta_info"]
     chosen = about["output_token_logprobs"]
     ids = list(output["output_ids"])
-    assert ids == [token for _, token, *_ in chosen], "log-probs of other tokens than were sampled"
+    assert ids == [token for _, token, *_ in chosen], "the log-probs belong to other tokens"
     end = about["finish_reason"]
     return Sampled(
         token_ids=ids,

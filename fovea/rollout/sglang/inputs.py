@@ -46,7 +46,7 @@ class SglangTranslator:
     def _sampling(self, sampling: Sampling, number: int) -> dict[str, Any]:
         if sampling.min_p:
             raise EngineError(
-                f"min_p={sampling.min_p:g} was asked of SGLang, which cannot draw by seed with it; set "
+                f"min_p={sampling.min_p:g} was requested, with which SGLang cannot sample by a seed; set "
                 "rollout.min_p=0, or rollout.engine=embedded"
             )
         return {

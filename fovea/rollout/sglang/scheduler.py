@@ -85,8 +85,8 @@ def differences(model: nn.Module, expected: Mapping[str, Sent], dtype: torch.dty
     untouched = parameters.keys() - {at.parameter for at in places.values() if at} - {"lm_head.weight"}
     if unknown or untouched:
         return (
-            f"SGLang has no place for {len(unknown)} weights that were sent{_first(unknown)}, and {len(untouched)} of "
-            f"its parameters got none{_first(untouched)}; it runs another model than the trainer"
+            f"SGLang has no parameter for {len(unknown)} of the weights sent{_first(unknown)}, and {len(untouched)} of "
+            f"its parameters received no weight{_first(untouched)}; it runs another model than the trainer"
         )
     held = {name: value_hash(weight, dtype) for name, weight in _held(parameters, places, expected)}
     (hashes,) = read_hashes(list(held.values()))

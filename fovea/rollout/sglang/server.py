@@ -29,8 +29,8 @@ def launch(server: ModelServer) -> Launch:
     """The process of a server; ConfigError for an argument that is set here, or that SGLang lacks."""
     if server.weights_dir is not None:
         raise ConfigError(
-            "--for-training needs --engine vllm: SGLang's server takes no syncs of Fovea's; rollout.engine=sglang "
-            "starts SGLang by itself"
+            "--for-training needs --engine vllm: SGLang's server cannot receive weight syncs; train with "
+            "rollout.engine=sglang, which starts SGLang itself"
         )
     config = AutoConfig.from_pretrained(server.folder, trust_remote_code=False, local_files_only=True)
     check_family(config.model_type, FAMILIES, model=str(server.folder), setting="sglang", engine="SGLang")

@@ -94,7 +94,7 @@ def check_delta_nets(model: Model, *, on_cpu: bool, takes_adapters: bool) -> Non
     if takes_adapters:
         raise ConfigError(
             f"rollout.engine.enable_lora=true, but {model.name} has delta nets, whose adapters Fovea does not sync to "
-            "vLLM; set rollout.engine.enable_lora=false, and it gets merged weights"
+            "vLLM; set rollout.engine.enable_lora=false, which sends merged weights"
         )
 
 

@@ -40,8 +40,8 @@ def _check(llm: LLMEngine, cause: Exception | None) -> None:
     executor = llm.engine_core.engine_core.model_executor
     if isinstance(executor, MultiprocExecutor) and executor.is_failed:
         raise LostEngineError(
-            "a worker process of vLLM has ended, with it the engine; its own messages are above; start again to go on "
-            "from the last checkpoint (max_restarts does)"
+            "a worker process of vLLM has ended, and with it the engine; its messages are above; start again to "
+            "continue from the last checkpoint (max_restarts does so automatically)"
         ) from cause
 
 
@@ -144,7 +144,7 @@ class VllmEngine:
 
         EngineError, and nothing changed, while requests run, or if they do not match those that vLLM was started from.
         """
-        check_idle("new weights came", len(self._waiting))
+        check_idle("new weights arrived", len(self._waiting))
         base = shapes
         if self._adapter is not None:
             base = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
@@ -188,7 +188,7 @@ class VllmEngine:
         if not self.llm.reset_prefix_cache():
             raise EngineError(
                 "vLLM did not empty its prefix cache after a weight sync, and would continue prompts with keys and "
-                "values of older ones; run again, and report this as a bug if it comes back"
+                "values of older weights; run again, and report this as a bug if it happens again"
             )
         self.llm.reset_mm_cache()
         self.llm.reset_encoder_cache()
@@ -233,7 +233,7 @@ class VllmEngine:
 def _sampled(output: Any) -> tuple[int, Sampled]:
     """One of vLLM's outputs of a request, and its number."""
     token_ids = list(output.token_ids)
-    assert token_ids == output.logprobs.token_ids, "log-probs of other tokens than were sampled"
+    assert token_ids == output.logprobs.token_ids, "the log-probs belong to other tokens"
     logprobs = output.logprobs.logprobs
     return output.index, Sampled(token_ids=token_ids, logprobs=logprobs, finish_reason=output.finish_reason)
 

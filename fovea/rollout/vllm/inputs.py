@@ -60,9 +60,9 @@ class VllmTranslator:
         sampling = request.sampling
         if sampling.temperature and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
             raise EngineError(
-                f"top_p={sampling.top_p:g}, top_k={sampling.top_k} and min_p={sampling.min_p:g} were asked of vLLM, "
-                "whose log-probs are then of what these leave; set rollout.top_p=1, rollout.top_k=0 and "
-                "rollout.min_p=0, or rollout.engine=embedded"
+                f"top_p={sampling.top_p:g}, top_k={sampling.top_k} and min_p={sampling.min_p:g} were "
+                "requested, with which vLLM returns log-probs of the truncated distribution; set rollout.top_p=1, "
+                "rollout.top_k=0 and rollout.min_p=0, or rollout.engine=embedded"
             )
         return SamplingParams(
             # vLLM refuses to draw the likeliest tokens more than once

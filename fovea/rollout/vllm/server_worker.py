@@ -49,8 +49,8 @@ class FolderReceiver(WeightReceiver):
         files = sorted((root / name).glob("*.safetensors")) if SYNC_NAME.fullmatch(name) else []
         if not files:
             return {
-                "problem": f"there is no weight sync {name} in {root}; set rollout.engine.weights_dir to the folder that "
-                "`fovea serve --for-training` was given"
+                "problem": f"there is no weight sync {name} in {root}; set rollout.engine.weights_dir to the folder "
+                "that `fovea serve --for-training` was given"
             }
         self.held_sync = ""
         self.begin_sync()

@@ -78,7 +78,7 @@ class SameSync:
         call = json.loads(await whole_body(receive) or b"{}")
         method, arguments = call.get("method"), call.get("args", [])
         if method not in (FACTS, LOAD):
-            return await refuse(send, FORBIDDEN, b"only a trainer's own methods are called")
+            return await refuse(send, FORBIDDEN, b"only the trainer's methods may be called")
         results = await self._load(scope, arguments) if method == LOAD else await _on_workers(scope, FACTS, arguments)
         await answer(send, 200, json.dumps({"results": results}).encode())
 
@@ -145,18 +145,18 @@ class ServerFacts:
 
     def check(self, url: str, found: Mapping[str, Any]) -> None:
         """Raise EngineError for a server of which something differs (`server_worker.FolderReceiver.fovea_facts`)."""
-        again = "start it again, by fovea serve MODEL --for-training DIR"
+        again = "restart it with fovea serve MODEL --for-training DIR"
         if found["logprobs_mode"] != "processed_logprobs" or found["normalizes_pixels"]:
-            raise EngineError(f"{url} gives log-probs of another distribution than is trained; {again}")
+            raise EngineError(f"{url} returns log-probs of a distribution that is not the trained one; {again}")
         if found["dtype"] != self.dtype:
             raise EngineError(
-                f"{url} computes in {found['dtype']}, the trainer in {self.dtype}; {again} dtype={self.dtype}"
+                f"{url} computes in {found['dtype']}, but the trainer in {self.dtype}; {again} dtype={self.dtype}"
             )
         for name in ("max_model_len", "max_images"):
             if found[name] < getattr(self, name):
                 argument = "max_model_len=" if name == "max_model_len" else "limit_mm_per_prompt.image="
                 raise EngineError(
-                    f"{url} has {name}={found[name]}, and the settings need {getattr(self, name)}; {again} "
+                    f"{url} has {name}={found[name]}, but the run needs {getattr(self, name)}; {again} "
                     f"{argument}{getattr(self, name)}"
                 )
 
@@ -216,7 +216,7 @@ class VllmServers:
             body = generate_body(self.translator.prompt(request.prompt), self.translator.sampling(request))
         self._num_running += 1
         try:
-            assert self._sync is not None, "no sync to sample from"
+            assert self._sync is not None, "no weight sync to sample with"
             call = self._pool.post(
                 GENERATE, body, headers={SYNC_HEADER: self._sync.name}, load=request.n, parse=_engine_output
             )
@@ -247,7 +247,7 @@ class VllmServers:
 
     def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
         """Prepare for all weights; EngineError, and nothing changed, while requests run, or if they do not match."""
-        check_idle("new weights came", self._num_running)
+        check_idle("new weights arrived", self._num_running)
         self._expected.check(shapes)
         self._readiness.lose_weights(BROKEN_SYNC)
         self._folder.begin()
@@ -287,7 +287,7 @@ class VllmServers:
     async def _load(self, server: JsonServer) -> None:
         """Have a server load the present sync; requests that nobody waits for any more are ended before."""
         sync = self._sync
-        assert sync is not None, "no sync to load"
+        assert sync is not None, "no weight sync to load"
         # before anything of another run is ended
         await self._held(server)
         self._loaded.pop(server.url, None)
@@ -305,7 +305,7 @@ class VllmServers:
         with understood(server, "/reset_prefix_cache"):
             is_empty = emptied["success"]
         if not is_empty:
-            raise EngineError(f"{server.url} did not empty its prefix cache after a weight sync; start it again")
+            raise EngineError(f"{server.url} did not empty its prefix cache after a weight sync; restart it")
         await server.post("/reset_mm_cache")
         await server.post("/reset_encoder_cache")
         await server.post("/resume")
@@ -319,7 +319,7 @@ async def _rpc(server: JsonServer, method: str, *arguments: Any) -> list[dict[st
     except CallError as error:
         if error.status in (401, 403, 404):
             raise EngineError(
-                f"{server.url} was not started for training with the folder rollout.engine.weights_dir; start it by "
+                f"{server.url} was not started for training with the folder rollout.engine.weights_dir; start it with "
                 "fovea serve MODEL --for-training DIR"
             ) from error
         raise
@@ -335,7 +335,7 @@ def _engine_output(answer: Mapping[str, Any]) -> EngineOutput | None:
     found = {}
     for choice in answer["choices"]:
         content = choice["logprobs"]["content"]
-        assert [each["token_id"] for each in content] == choice["token_ids"], "log-probs of other tokens"
+        assert [each["token_id"] for each in content] == choice["token_ids"], "the log-probs belong to other tokens"
         found[int(choice["index"])] = Sampled(
             token_ids=choice["token_ids"],
             logprobs=[each["logprob"] for each in content],

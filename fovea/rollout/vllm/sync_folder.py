@@ -24,7 +24,7 @@ SYNC_NAME = re.compile(r"run-[0-9a-f]{16}/[0-9]{1,9}")
 """The name of a weight sync: the folder of its run, and its own in there."""
 LOCK_NAME = f"{socket.gethostname()}.lock"
 """A file of a run's folder that its trainer has locked; on some network file systems no other machine sees the lock."""
-OTHER_RUN = "another run has synced its weights since; give every run its own servers"
+OTHER_RUN = "another run has sent its weights since; give every run its own servers"
 
 
 def run_of(sync: str) -> str:
@@ -107,8 +107,8 @@ class SyncFolder:
             yield
         except OSError as error:
             raise EngineError(
-                f"rollout.engine.weights_dir={self._root}: {error.strerror}; it must be writable, with room for the "
-                "weights twice"
+                f"rollout.engine.weights_dir={self._root}: {error.strerror}; it must be writable, with room for two "
+                "copies of the weights"
             ) from error
 
     def _make_run(self) -> TextIO:

@@ -187,8 +187,8 @@ class VllmAdapter:
         halves = sorted(layers[0] ^ layers[1]) + other
         if halves or not shapes:
             raise EngineError(
-                f"vLLM's adapter needs the matrices A and B of every layer, and {len(halves)} layers have one of them, "
-                f"first {[*halves, 'none'][0]}; both must open the same model: compare model.path on both sides"
+                f"vLLM's adapter needs the matrices A and B of every layer, but {len(halves)} layers have only one, "
+                f"first {[*halves, 'none'][0]}; both must load the same model: compare model.path on both sides"
             )
         self.is_complete, self._tensors = False, {}
 
@@ -204,8 +204,8 @@ class VllmAdapter:
         ):
             if held != sent:
                 raise EngineError(
-                    f"vLLM holds {held} of the {sent} matrices of the adapter as they were sent; set "
-                    "rollout.engine.enable_lora=false, and it gets merged weights"
+                    f"vLLM holds only {held} of the {sent} matrices of the adapter as they were sent; set "
+                    "rollout.engine.enable_lora=false, which sends merged weights"
                 )
         self.is_complete, self._tensors = True, {}
 
