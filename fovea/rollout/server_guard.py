@@ -83,7 +83,7 @@ class RefusedError(Exception):
 class Guard:
     """ASGI middleware: clients with the API key may request completions, those with the admin key may call any path.
 
-    Without an API key, the server listens on loopback and refuses requests that a browser sends for a web page, also
+    A server without an API key, which listens on loopback, refuses requests that a browser sends for a web page, also
     for a page whose host name resolves to this machine (DNS rebinding).
 
     Requests for completions are limited in size, and images given by address are either refused or fetched here. Banned

@@ -1,6 +1,6 @@
-"""Additions to the workers of a vLLM server for training: weights are sent through a folder.
+"""Extension of the workers of a vLLM server for training, which load weights from a folder.
 
-`rollout.vllm.servers` calls these methods, with arguments and results that JSON holds.
+`rollout.vllm.servers` calls these methods with arguments and results that are JSON-serializable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FolderReceiver(WeightReceiver):
     """Name of the weight sync that the model holds completely; empty if there is none."""
 
     def fovea_facts(self) -> dict[str, Any]:
-        """Facts of this server for the trainer (`ServerFacts`)."""
+        """Return the properties of this server that the trainer checks (`ServerFacts`)."""
         config = self.vllm_config.model_config
         media = config.multimodal_config
         return {
