@@ -23,12 +23,12 @@ from fovea.utils.tensor_records import handles
 
 
 class Sent(NamedTuple):
-    """A weight that was sent."""
+    """Size and hash of a weight that was sent."""
 
     num_rows: int
     num_values: int
     bits: int
-    """Its `value_hash` in the engine's type."""
+    """The weight's `value_hash` in the engine's dtype."""
 
 
 class SglangWeights:
@@ -50,14 +50,14 @@ class SglangWeights:
         held = checkpoint_shapes(model, revision, is_tied=is_tied)
         self._expected = {plain_name(name): shape for name, shape in held.items()}
         self._names = {plain_name(name): name for name in held}
-        """Names in the checkpoint, which are those that SGLang loads."""
+        """Names in the checkpoint, under which SGLang loads weights, by plain names."""
         self.are_complete = False
         """True if SGLang holds all weights, and the last weight sync has finished."""
         self._sending: dict[str, tuple[Shape, Tensor]] = {}
         """Shape and hash of each weight of this weight sync, by its name in the checkpoint; the hashes are still on the
         device."""
         self._sent: dict[str, Sent] = {}
-        """All weights that were sent and not replaced, by their names in the checkpoint."""
+        """The newest values of all weights that were sent, by their names in the checkpoint."""
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Raise EngineError for a wrong name or shape, and for a missing weight if SGLang does not hold all yet."""
@@ -71,13 +71,13 @@ class SglangWeights:
         self._process.run("begin_sync")
 
     def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Load some of them."""
+        """Load a bucket of weights."""
         named = [(self._names[plain_name(name)], tensor) for name, tensor in bucket]
         self._sending |= {name: (tuple(tensor.shape), value_hash(tensor, self._dtype)) for name, tensor in named}
         self._process.run("receive_weights", [handles(named) for _ in range(self._workers)])
 
     def finish(self) -> None:
-        """End the weight sync, and empty all caches; EngineError if SGLang holds other values than were sent, ever."""
+        """Finish the weight sync and empty all caches; EngineError if SGLang's weights differ from those sent."""
         (hashes,) = read_hashes([each for _, each in self._sending.values()])
         for (name, (shape, _)), bits in zip(self._sending.items(), hashes, strict=True):
             self._sent[name] = Sent(shape[0], prod(shape), bits)
@@ -85,12 +85,12 @@ class SglangWeights:
         self.are_complete = True
 
     def forget(self) -> None:
-        """Take over that SGLang has freed its weights: the next weight sync must bring all of them."""
+        """Record that SGLang has freed its weights; the next weight sync must send all of them."""
         self.are_complete = False
 
 
 def plain_name(name: str) -> str:
-    """The name of a weight without the level between model and language model, which some checkpoints have."""
+    """Strip from a weight's name the level between model and language model that some checkpoints have."""
     for nested, plain in (("model.language_model.", "model."), ("model.visual.", "visual.")):
         if name.startswith(nested):
             return plain + name.removeprefix(nested)
