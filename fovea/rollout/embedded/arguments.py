@@ -1,4 +1,4 @@
-"""The embedded engine from its settings, or the plain one for a network without a fast forward."""
+"""Construction of the embedded engine from its settings, or of the plain one for a network without a fast forward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_engine(
     synced: Collection[str] = (),
     can_free_memory: bool = False,
 ) -> EmbeddedEngine | PlainEngine:
-    """Make the engine that samples with this network in this process: embedded, else plain.
+    """Make the engine that samples with this network in this process: the embedded one if it can run it, else plain.
 
     `synced` names the weights that every weight sync sends: the embedded engine frees their memory while it sleeps.
     With `can_free_memory`, an update that runs out of memory frees the engine's memory and continues.

@@ -24,9 +24,9 @@ from fovea.utils.tensor_records import map_tensors
 
 FEWEST_ROWS, LAST_DOUBLING = 8, 256
 """Numbers of rows for which graphs are captured: 8 and its doublings, and beyond 256 also the middle of two doublings.
-Below about 300 rows decoding is bound by reading weights, so padding rows are cheap: 8 captures cost about 5 % of the
-decode steps of 512 rows that finish one after the other. Sizes in steps of 16 and 32 rows would cost 1.5 %, for 24
-captures."""
+Below about 300 rows decoding is bound by reading weights, so padding rows are cheap: with these 8 captures, they cost
+about 5 % of the decode steps of 512 rows that finish one after the other. Sizes in steps of 16 and 32 rows would cost
+1.5 %, but need 24 captures."""
 
 Output = TypeVar("Output")
 SampledTokens: TypeAlias = tuple[Tensor, Tensor]
