@@ -31,8 +31,8 @@ def check_family(family: str, known: Collection[str], *, model: str, setting: st
     """Raise ConfigError for a model family that is not `known`; `setting` is the engine's name in `rollout.engine`."""
     if family not in known:
         raise ConfigError(
-            f"rollout.engine={setting}, but {model} is of family {family}, which Fovea cannot hand to {engine} (it can "
-            f"{', '.join(known)}); set rollout.engine=embedded"
+            f"rollout.engine={setting}, but {model} is of family {family}, which Fovea does not support with {engine} "
+            f"(supported: {', '.join(known)}); set rollout.engine=embedded"
         )
 
 
