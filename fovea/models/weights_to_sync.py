@@ -1,4 +1,4 @@
-"""Weights of a network as weight sync sends them, made one at a time, with adapters merged or sent separately."""
+"""Weights of a network for a weight sync, computed one at a time, with adapters merged or separate."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fovea.types import Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightToSync:
-    """A weight under its Hugging Face name."""
+    """A weight to send, under its Hugging Face name."""
 
     name: str
     parameter: Tensor
-    """A DTensor if it is sharded."""
+    """The parameter; a DTensor if it is sharded."""
     adapter: LoraLayer | None = None
     """The adapter to merge into the weight."""
     is_turned: bool = False
-    """True if hub files hold the axes of this weight in another order."""
+    """True if Hub files store the axes of this weight in another order."""
 
     @property
     def is_trained(self) -> bool:
@@ -37,12 +37,12 @@ class WeightToSync:
         return tuple(self.parameter.shape)
 
     def tensor(self) -> Tensor:
-        """The weight with its adapter merged, sharded like the parameter."""
+        """Return the weight with its adapter merged, sharded like the parameter."""
         return merged(self.parameter, self.adapter)
 
 
 def weights_to_sync(network: nn.Module) -> Iterator[WeightToSync]:
-    """Every parameter unchanged, with adapters separate from the base weights (`trainable.factored_weights`)."""
+    """Yield every parameter unchanged, with adapters separate from the base weights (`trainable.factored_weights`)."""
     kind = config_of(network).model_type
     return (
         WeightToSync(name=name, parameter=parameter, is_turned=is_turned(name, kind))
@@ -51,7 +51,7 @@ def weights_to_sync(network: nn.Module) -> Iterator[WeightToSync]:
 
 
 def merged_weights_to_sync(network: nn.Module) -> Iterator[WeightToSync]:
-    """Every weight of the base model, with its adapter merged into it (`trainable.merged_weights`)."""
+    """Yield every weight of the base model, with its adapter merged into it (`trainable.merged_weights`)."""
     kind = config_of(network).model_type
     return (
         WeightToSync(name=name, parameter=parameter, adapter=adapter, is_turned=is_turned(name, kind))
@@ -60,11 +60,11 @@ def merged_weights_to_sync(network: nn.Module) -> Iterator[WeightToSync]:
 
 
 def in_layout_of_files(weights: Iterable[WeightToSync]) -> Iterator[WeightToSync]:
-    """The same weights in the layout of hub files, for engines of other packages, which load that layout."""
+    """Yield the same weights in the layout of Hub files, which engines of other packages load."""
     return (_turned(weight) if weight.is_turned else weight for weight in weights)
 
 
 def _turned(weight: WeightToSync) -> WeightToSync:
-    # detached, since a view of a weight under training has a gradient function
+    # detached, since a view of a trained weight would have a gradient function
     view = in_hub_layout(weight.parameter.detach())
     return replace(weight, parameter=view.requires_grad_(weight.is_trained))

@@ -1,4 +1,4 @@
-"""The record that settings make an engine from."""
+"""The objects from which engine settings construct an engine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fovea.models.processor import Processor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAccess:
-    """The model, for an engine that holds its weights; a network and its place, for one that shares weights."""
+    """The model, for an engine with its own weights; the network, for an engine that shares the policy's weights."""
 
     model: Model
-    """With a path."""
+    """Model settings; the path is set."""
     processor: Processor
     max_model_len: int
-    """Tokens of the longest prompt with its completion."""
+    """Maximum length of a prompt and its completion together, in tokens."""
     seed: int
     network: PolicyNetwork | None = None
-    """The network that an engine samples with which shares weights."""
+    """The network with which an engine samples that shares the policy's weights."""
     synced: Collection[str] = ()
-    """Weights that every weight sync brings, whose memory is the update's while the engine sleeps."""
+    """Names of the weights that every weight sync sends; the engine frees their memory while it sleeps."""
     can_free_memory: bool = False
-    """True if an update that runs out of memory frees what the engine keeps, and goes on."""
+    """True if an update that runs out of memory frees the engine's memory and continues."""
     tape: Tape | None = None
     """Records activations of the rollout for the update."""

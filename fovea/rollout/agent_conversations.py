@@ -1,8 +1,8 @@
-"""Conversations of an agent that sends all of its messages with every request, continued by the ids that were sampled.
+"""Conversations of an agent that sends its whole message history with every request, continued from sampled token ids.
 
-The beginning of a conversation is looked up by content, down to the last answer that was sampled here, and the request
-goes on from the ids of that answer: what was sampled is never tokenised again. A conversation with answers that were
-not sampled here, or that have changed, begins a new episode, which is counted.
+The history is looked up by its content, up to the last answer that was sampled here, and the prompt continues from the
+ids of that answer: sampled text is never tokenized again. A conversation with answers that were not sampled here, or
+were changed, begins a new episode and is counted in `num_unmatched`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from fovea_gym.types import ImageRef, Message
 from fovea_gym.utils.lru_cache import LRUCache
 
 MAX_REMEMBERED_BYTES = 1 << 30
-"""Of the conversations that may go on; the least recently used are forgotten, and then begin new episodes."""
+"""Memory for conversations that may continue. The least recently used are evicted, and then begin a new episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTurn:
-    """A conversation up to an answer that was sampled here."""
+    """A conversation up to and including an answer that was sampled here."""
 
     episode: str
-    """Id of the completion of its first turn."""
+    """Id of the first turn's completion."""
     number: int
-    """Number of the turn, from 1."""
+    """Number of the turn, counted from 1."""
     prompt: Prompt
     completion: Completion
     continues: str | None
-    """Id of the completion of the turn before; None in the first turn."""
+    """Id of the previous turn's completion; None in the first turn."""
 
     @property
     def num_bytes(self) -> int:
@@ -43,20 +43,20 @@ class AgentTurn:
 
 
 class AgentConversations:
-    """Answers conversations by an engine."""
+    """Answers conversations with an engine."""
 
     def __init__(self, engine: Engine, renderer: RendersPrompts, name: str) -> None:
-        """`name` begins the ids of completions."""
+        """`name` is the prefix of completion ids."""
         self._engine = engine
         self._renderer = renderer
         self._name = name
         self._turns: LRUCache[str, AgentTurn] = LRUCache(MAX_REMEMBERED_BYTES)
         self._num_requests = 0
         self.num_unmatched = 0
-        """Conversations with earlier answers that were not sampled here, or have changed."""
+        """Number of conversations with earlier answers that were not sampled here, or were changed."""
 
     async def answer(self, messages: Sequence[Message], sampling: Sampling) -> AgentTurn:
-        """Sample the answer to a conversation, whose pictures are encoded; BadRowError if it cannot be rendered."""
+        """Sample the answer to a conversation with encoded images; BadRowError if it cannot be rendered."""
         self._num_requests += 1
         request_id = f"{self._name}/{self._num_requests}"
         before, new = self._known(messages)
@@ -83,13 +83,13 @@ class AgentConversations:
         most_tokens = self._renderer.most_tokens
         if most_tokens is not None and prompt.num_tokens > most_tokens:
             raise BadRowError(
-                f"the conversation has {prompt.num_tokens} tokens, images included, and the model has positions for "
-                f"{most_tokens} beside an answer; begin another one",
+                f"the conversation has {prompt.num_tokens} tokens, images included, but the model has positions for "
+                f"only {most_tokens} before an answer; start a new conversation",
                 "prompt_too_long",
             )
 
     def _known(self, messages: Sequence[Message]) -> tuple[AgentTurn | None, Sequence[Message]]:
-        """The conversation up to the last earlier answer, if it was sampled here, and the messages after it."""
+        """Look up the conversation up to its last answer, if that was sampled here; also returns the later messages."""
         ends = [number for number, message in enumerate(messages, 1) if message.role == "assistant"]
         if not ends:
             return None, messages
@@ -101,12 +101,12 @@ class AgentConversations:
 
 
 def _keys(messages: Sequence[Message]) -> Iterator[str]:
-    """A hash of the content up to and with each message."""
+    """Yield for each message a hash of the conversation up to and including it."""
     digest = hashlib.sha256()
     for message in messages:
         digest.update(f"{message.role}\0{len(message.parts)}\0".encode())
         for part in message.parts:
             source = part.source if isinstance(part, ImageRef) else part.encode("utf-8", "surrogatepass")
-            assert isinstance(source, bytes), "pictures of requests are encoded"
+            assert isinstance(source, bytes), "images in requests are encoded bytes"
             digest.update(f"{type(part).__name__}\0{len(source)}\0".encode() + source)
         yield digest.hexdigest()

@@ -11,18 +11,18 @@ from fovea.types import Completion, Metrics, Request
 
 
 class Engine(Protocol):
-    """An inference engine: embedded, vLLM or SGLang; in this process, in its own, or remote.
+    """An inference engine (embedded, vLLM or SGLang) in this process, in another one, or on a server.
 
-    New weights reach it through `weights.base.WeightSync`.
+    It receives new weights through `weights.base.WeightSync`.
 
-    It never draws `Processor.banned_ids`, and its log-probs are those of log softmax(logits / temperature) with -inf at
-    these ids (`models.sampling_distribution`), before top-k, top-p and min-p. The trainer's are the same, and the parity
-    gate compares the two; decision 018 has the settings by which vLLM and SGLang do so.
+    It never samples `Processor.banned_ids`. Its log-probs are log softmax(logits / temperature) with -inf at these ids
+    (`models.sampling_distribution`), before top-k, top-p and min-p. The trainer computes the same log-probs, and the
+    parity gate compares the two. Decision 018 lists the settings that make vLLM and SGLang return them.
     """
 
     @property
     def name(self) -> str:
-        """Name of the engine in messages and in the parity gate; includes approximate decoding."""
+        """Name of the engine in messages and in the parity gate; it says if decoding is approximate."""
         ...
 
     async def generate(self, request: Request) -> Sequence[Completion]:
@@ -44,33 +44,33 @@ class Engine(Protocol):
 
 @runtime_checkable
 class HasProcesses(Protocol):
-    """An engine with its own processes, which may end while it has nothing to do."""
+    """An engine with its own processes, which may end while the engine is idle."""
 
     def check_processes(self) -> None:
-        """Raise LostEngineError if one of them has ended."""
+        """Raise LostEngineError if one of the processes has ended."""
         ...
 
 
 @runtime_checkable
 class CountsPrefill(Protocol):
-    """An engine that counts the work of its prefill."""
+    """An engine that measures its prefill."""
 
     def prefill_metrics(self) -> Metrics:
-        """Metrics of the prefill since the last call."""
+        """Return the metrics of the prefill since the last call."""
         ...
 
 
 @runtime_checkable
 class HoldsImages(Protocol):
-    """An engine for which images of requests are held, on both ends of the connections to its processes."""
+    """An engine whose requests' images are cached at both ends of the connections to its processes."""
 
     def forget_images(self) -> None:
-        """Free them; later requests bring theirs again."""
+        """Free the cached images; later requests send theirs again."""
         ...
 
 
 def memory_for_rollout(max_batch_tokens: int | None) -> AbstractContextManager[None]:
-    """Block in which an engine generates; its OutOfMemoryError names the settings of the rollout."""
+    """Context manager for generation; an OutOfMemoryError then names the settings of the rollout."""
     setting = "rollout.engine.max_batch_tokens"
     fix = f"set {setting}, or lower" if max_batch_tokens is None else f"lower {setting}={max_batch_tokens}, or"
     return memory_for("the rollout", f"{fix} rollout.max_new_tokens")

@@ -1,4 +1,4 @@
-"""Checks shared by engines of other packages: models, engine arguments, weights of a weight sync."""
+"""Checks shared by the engines of other packages: of models, engine arguments and weight syncs."""
 
 from __future__ import annotations
 
@@ -18,45 +18,44 @@ from fovea.types import Shape
 from fovea_gym.errors import ConfigError
 
 QWEN2_VL_MERGE = 2
-"""Patches on each side of a visual token, of which the Qwen2-VL of vLLM and SGLang has no setting."""
+"""Patches along each side of a visual token, a constant in the Qwen2-VL of vLLM and SGLang."""
 
 DELTA_NETS = ("qwen3_5", "qwen3_5_moe")
-"""Families with delta nets. SGLang computes these on a CPU by kernels for AMX only, so that they are untested there."""
+"""Families with delta nets. On CPUs, SGLang has kernels for them only with AMX, so they are untested with SGLang."""
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 TESTED_FAMILIES = {"vLLM": (*_QWEN, *DELTA_NETS, "glm4v"), "SGLang": _QWEN}
-"""The `model_type`s that each engine's log-probs and syncs have been compared with the trainer's for."""
+"""By engine, the `model_type`s for which its log-probs and weight syncs have been compared with the trainer's."""
 
 
 def check_family(family: str, known: Collection[str], *, model: str, setting: str, engine: str) -> None:
-    """Raise ConfigError for a model of a family that is not `known`; `setting` is the name in `rollout.engine`."""
+    """Raise ConfigError for a model family that is not `known`; `setting` is the engine's name in `rollout.engine`."""
     if family not in known:
         raise ConfigError(
-            f"rollout.engine={setting}, but {model} is of family {family}, which Fovea cannot hand to {engine} (it can "
-            f"{', '.join(known)}); set rollout.engine=embedded"
+            f"rollout.engine={setting}, but {model} is of family {family}, which Fovea does not support with {engine} "
+            f"(supported: {', '.join(known)}); set rollout.engine=embedded"
         )
 
 
 def check_merge(config: PretrainedConfig, *, model: str, setting: str, engine: str) -> None:
-    """Raise ConfigError for a Qwen2-VL whose patches vLLM and SGLang would merge otherwise than its config says."""
+    """Raise ConfigError for a Qwen2-VL whose patches vLLM and SGLang would not merge as its config says."""
     size = config.vision_config.spatial_merge_size
     if config.model_type == "qwen2_vl" and size != QWEN2_VL_MERGE:
         raise ConfigError(
             f"rollout.engine={setting}, but {model} merges {size} x {size} patches into a visual token, and {engine} "
-            f"those of a Qwen2-VL {QWEN2_VL_MERGE} x {QWEN2_VL_MERGE}, whatever its config says; set "
-            "rollout.engine=embedded"
+            f"always merges {QWEN2_VL_MERGE} x {QWEN2_VL_MERGE} patches for a Qwen2-VL; set rollout.engine=embedded"
         )
 
 
 def fitting_length(config: PretrainedConfig, chosen: int | None, default: int, *, model: str) -> int:
-    """Most tokens of a prompt with its completion: those chosen, else `default` as far as the model has positions.
+    """Maximum length of a prompt with its completion: the `chosen` one, else `default` capped at the model's positions.
 
-    ConfigError for a choice of more tokens than it has positions for.
+    Raises ConfigError if `chosen` exceeds the model's positions.
     """
     positions: int = config.get_text_config().max_position_embeddings
     if chosen is not None and chosen > positions:
         raise ConfigError(
             f"rollout.engine.max_model_len={chosen}, but {model} has positions for {positions} tokens; lower it, or "
-            "leave it out"
+            "leave it unset"
         )
     return chosen or min(default, positions)
 
@@ -70,22 +69,25 @@ def check_arguments(
     engine: str,
     listed: str,
 ) -> None:
-    """Raise ConfigError for a `rollout.engine.engine_args` that may not be given.
+    """Raise ConfigError for an entry of `rollout.engine.engine_args` that is not allowed.
 
-    `settings` are the arguments for which there are settings, with the names of those; `fixed` those that Fovea sets;
-    `known` all that the engine has, and `listed` what documents them.
+    `settings` maps arguments to the settings that control them, `fixed` maps arguments to the values that Fovea sets,
+    `known` holds all arguments of the engine, and `listed` names the class that documents them.
     """
     for key in given:
         here = f"rollout.engine.engine_args.{key}"
         if key in settings:
-            raise ConfigError(f"{here}: a separate setting; set rollout.engine.{settings[key]}")
+            raise ConfigError(f"{here}: this argument has its own setting; set rollout.engine.{settings[key]}")
         if key in fixed:
-            raise ConfigError(f"{here}: Fovea sets it to {fixed[key]!r}, on which its training depends; remove it")
+            raise ConfigError(f"{here}: Fovea sets it to {fixed[key]!r}, which training depends on; remove it")
         check_known(key, known, where=here, engine=engine, listed=listed)
 
 
 def check_known(argument: str, known: Collection[str], *, where: str, engine: str, listed: str) -> None:
-    """Raise ConfigError for an argument that the engine lacks; `where` it was given, and `listed` what has them all."""
+    """Raise ConfigError for an argument that the engine does not have.
+
+    `where` names the place of the argument, and `listed` the class that documents all arguments.
+    """
     if argument not in known:
         near = difflib.get_close_matches(argument, known, n=2, cutoff=0.6)
         meant = f"; did you mean {' or '.join(near)}?" if near else f"; {listed} lists them all"
@@ -93,23 +95,23 @@ def check_known(argument: str, known: Collection[str], *, where: str, engine: st
 
 
 def gpus_of_engine(number: int, cuda: Any = torch.cuda) -> list[int]:
-    """Indices of the GPUs of an engine: this process's own and those that follow it; ConfigError where they end before.
+    """Indices of an engine's GPUs: this process's GPU and those after it; ConfigError if there are too few.
 
-    Without them an engine takes the first GPUs of the machine, which under torchrun are those of other processes.
+    Without them, the engine would use the first GPUs of the machine, which under torchrun belong to other processes.
     """
     own, all_of_them = cuda.current_device(), cuda.device_count()
     if own + number > all_of_them:
         raise ConfigError(
             f"rollout.engine.tensor_parallel_size={number}, but the process on GPU {own} sees {all_of_them} GPUs, and "
-            "its engine takes this one and those after it; lower it, or give the engine's process the first of as many "
-            "free GPUs (cluster.placement=disaggregated cluster.rollout_gpus=1)"
+            "its engine uses this GPU and those after it; lower it, or place the engine's process on the first of "
+            "enough free GPUs (cluster.placement=disaggregated cluster.rollout_gpus=1)"
         )
     return list(range(own, own + number))
 
 
 @contextmanager
 def keeping_gpu(cuda: Any = torch.cuda) -> Iterator[None]:
-    """Context after which this thread's current GPU is what it was before, whatever an engine has set meanwhile."""
+    """Context manager that restores this thread's current GPU at its end, since an engine may change it."""
     own = cuda.current_device() if cuda.is_available() else None
     try:
         yield
@@ -119,29 +121,29 @@ def keeping_gpu(cuda: Any = torch.cuda) -> Iterator[None]:
 
 
 def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape], *, engine: str) -> None:
-    """Raise EngineError unless names and shapes of weights are those of the engine."""
+    """Raise EngineError unless the names and shapes of the weights match those of the engine."""
     reshaped = [
-        f"{name} is {list(shape)} and not {list(expected[name])}"
+        f"{name} has shape {list(shape)} instead of {list(expected[name])}"
         for name, shape in sent.items()
         if name in expected and shape != expected[name]
     ]
     sides = [
         (expected.keys() - sent.keys(), f"that {engine} needs were not sent"),
         (sent.keys() - expected.keys(), f"that were sent {engine} does not have"),
-        (reshaped, f"have another shape in {engine}"),
+        (reshaped, f"have a different shape in {engine}"),
     ]
     found = [f"{len(names)} {which}, first {min(names)}" for names, which in sides if names]
     if found:
         raise EngineError(
-            f"weights do not match between trainer and {engine}: {'; '.join(found)}; both must open the same model: "
+            f"weights do not match between trainer and {engine}: {'; '.join(found)}; both must load the same model: "
             "compare model.path on both sides"
         )
 
 
 def checkpoint_shapes(model: str, revision: str | None, *, is_tied: bool) -> dict[str, Shape]:
-    """Names and shapes of the weights of a model folder, or of a hub id that was downloaded, as an engine loads them.
+    """Names and shapes of the weights in a model folder, or of a downloaded Hub model, as an engine loads them.
 
-    Without a head that `is_tied`: vLLM and SGLang read the embedding in its place.
+    With `is_tied`, the head is left out: vLLM and SGLang use the embedding in its place.
     """
     folder = Path(model)
     if not folder.is_dir():

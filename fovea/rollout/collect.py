@@ -1,4 +1,4 @@
-"""Collection of a rollout: scored episodes, group by group, with turns whose token ids only grow."""
+"""Collection of a rollout: scored episodes in groups; later turns only append token ids to the conversation."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from fovea_gym.utils.event_loop import gather_or_cancel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interaction:
-    """The model's counterpart in an episode: the environment, the graders, and the renderer of replies."""
+    """The model's counterpart in an episode: the environment, the graders and the renderer of replies."""
 
     environment: Environment
     grading: Grading
     renderer: RendersPrompts
     max_tokens: int | None = None
-    """Most tokens of an episode, its prompt included; None: as many as the model has positions for."""
+    """Maximum number of tokens of an episode, prompt included; None: as many as the model has positions for."""
     seen_reply: SeenReply = as_sent
-    """The messages that the model reads in place of a reply; an image ablation exchanges their pictures."""
+    """Changes a reply before the model sees it; an image ablation replaces the images in it."""
 
     @property
     def converses(self) -> bool:
-        """True if an episode may be more than an answer that graders score."""
+        """True if an episode may have several turns or a session, instead of one answer that graders score."""
         return self.environment.max_turns > 1 or self.environment.has_sessions
 
     def fits(self, request: Request) -> bool:
-        """True if the longest completion stays within the tokens of an episode and the model's positions."""
+        """True if the longest possible completion fits the token limit of an episode and the model's positions."""
         num_tokens, positions = request.prompt.num_tokens, self.renderer.most_tokens
         if positions is not None and num_tokens > positions:
             return False
         return self.max_tokens is None or num_tokens + request.sampling.max_new_tokens <= self.max_tokens
 
 
-async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
+async def collect(  # noqa: PLR0913 (each argument is an independent property of the rollout)
     engine: Engine,
     interaction: Interaction,
     prompted: Sequence[PromptedTask],
@@ -62,10 +62,11 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
 ) -> list[Group]:
     """Collect n scored episodes of every prompt, in order; each is scored as soon as it has ended.
 
-    A group's random numbers depend on `seed` and its index in the step, which counts `num_before` earlier groups. A
-    group with an UnscoredError is left out and the reason appended to `unscored`; None: the error is raised. An episode
-    whose session or score fails is left out of its group and noted in `sessions`; None, or less than `fewest` left: all
-    are. The last `num_noisy` episodes of a group are sampled on its noisy prompt.
+    A group's random numbers depend on `seed` and on its index in the step, where `num_before` groups come before the
+    first one. A group with an UnscoredError is left out and the reason is appended to `unscored`; without `unscored`,
+    the error is raised. An episode whose session or score fails is left out of its group and recorded in `sessions`;
+    without `sessions`, the failure is raised. A group with fewer than `fewest` episodes left counts as unscored. The
+    last `num_noisy` episodes of a group are sampled on its noisy prompt.
     """
     environment, indices = interaction.environment, range(num_before, num_before + len(prompted))
     talks: Conversations | None = None
@@ -105,7 +106,7 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
             unscored.append(str(error))
             return None
 
-    # all at once: graders that wait do so while the engine generates other groups
+    # concurrently, so that slow graders wait while the engine generates other groups
     groups = await gather_or_cancel(group(index, item) for index, item in zip(indices, prompted, strict=True))
     return [group for group in groups if group is not None]
 
@@ -113,16 +114,16 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
 async def _single_answers(
     grading: Grading, task: Task, answers: Sequence[Turn], sessions: SessionLog | None
 ) -> Sequence[Episode | FailedEpisodeError]:
-    """The scored episodes of one answer each."""
+    """Score the answers to one task; each becomes an episode of one turn."""
     if sessions is not None and grading.drops_completions:
-        # each by itself, since the others go on without one that has no score
+        # each scored separately, since an answer without a score is dropped and the others remain
         episodes = (Conversation(turns=(answer,)) for answer in answers)
         return await gather_or_cancel(_scored_or_failed(grading, task, each, sessions) for each in episodes)
     scores = await grading.scores(task, [(answer,) for answer in answers])
     return [Episode(task=task, turns=(answer,), score=score) for answer, score in zip(answers, scores, strict=True)]
 
 
-async def _conversations(  # noqa: PLR0913 (both parties of a conversation, and where its failures go)
+async def _conversations(  # noqa: PLR0913 (both parties of a conversation, and the log of its failures)
     engine: Engine,
     interaction: Interaction,
     item: PromptedTask,
@@ -133,7 +134,7 @@ async def _conversations(  # noqa: PLR0913 (both parties of a conversation, and 
     talks: Conversations,
     sessions: SessionLog | None,
 ) -> Sequence[Episode | FailedEpisodeError]:
-    """The scored episodes that begin with these answers to `request`, each continued in a session."""
+    """Continue each of these first answers to `request` in a session, and score the episodes."""
 
     async def episode(number: int, first: Turn) -> Episode | FailedEpisodeError:
         speaker = EngineSpeaker(engine, interaction, item, request)
@@ -148,34 +149,34 @@ async def _conversations(  # noqa: PLR0913 (both parties of a conversation, and 
 async def _scored_or_failed(
     grading: Grading, task: Task, conversation: Conversation, sessions: SessionLog | None
 ) -> Episode | FailedEpisodeError:
-    """The scored episode, or its failure, noted in `sessions`; without these the failure is raised."""
+    """Score an episode; a failure is recorded in `sessions` and returned, or raised if `sessions` is None."""
     try:
         return await scored(grading, task, conversation)
     except FailedEpisodeError as error:
         if sessions is None:
             raise
-        if conversation.failure is None:  # of the score; that of a session has been noted where it ended
+        if conversation.failure is None:  # the scoring failed; a failed session was recorded when it ended
             sessions.failures.append(error)
         return error
 
 
 def _group_of(item: PromptedTask, found: Sequence[Episode | FailedEpisodeError], fewest: int) -> Group:
-    """The group of the episodes that did not fail; UnscoredError where less than `fewest` are left."""
+    """Group the episodes that did not fail; UnscoredError if fewer than `fewest` are left."""
     episodes = tuple(each for each in found if isinstance(each, Episode))
     if len(episodes) < fewest:
         failed = [each for each in found if not isinstance(each, Episode)]
         how_many = f"all {len(found)}" if not episodes else f"all but one of {len(found)}"
-        raise UnscoredError(f"{how_many} episodes failed; the last: {failed[-1]}")
+        raise UnscoredError(f"{how_many} episodes failed; the last error: {failed[-1]}")
     return Group(prompt=item.prompt, episodes=episodes, masked=item.masked)
 
 
 async def _of_augmentations(
     engine: Engine, environment: Environment, item: PromptedTask, request: Request, num_noisy: int
 ) -> Sequence[Turn]:
-    """The first turns of the n episodes of one task, the last `num_noisy` of them on its noisy prompt."""
+    """Generate the first turns of the n episodes of one task, the last `num_noisy` of them on its noisy prompt."""
     if item.noisy is None:
         return await first_turns(engine, environment, item, request)
-    # activations of one request of a group do not serve the update of its row
+    # the update cannot reuse recorded activations of a group that is split into two requests
     clean = replace(request, n=request.n - num_noisy, for_update=False)
     noisy = replace(
         clean,
@@ -196,10 +197,10 @@ async def first_turns(engine: Engine, environment: Environment, item: PromptedTa
 
 
 class EngineSpeaker:
-    """An engine in one episode."""
+    """Generates the model's turns of one episode with an engine."""
 
     def __init__(self, engine: Engine, interaction: Interaction, item: PromptedTask, request: Request) -> None:
-        """The first turn was generated for `request`."""
+        """`request` is the one that generated the first turn."""
         self._engine = engine
         self._interaction = interaction
         self._name = item.task.id
@@ -207,7 +208,7 @@ class EngineSpeaker:
         self._most_turns = interaction.environment.turns_of(item.task)
 
     async def answer(self, session: Session, turns: Sequence[Turn], messages: Sequence[Message]) -> Turn | None:
-        """Generate the turn after these ones; None where it might take more than the tokens of an episode."""
+        """Generate the turn after these ones; None if it might exceed the token limit of an episode."""
         spoken = [turn.tokens for turn in turns if isinstance(turn, SampledTurn)]
         where = f"turn {len(turns) + 1} of {self._name}"
         try:
@@ -223,10 +224,10 @@ class EngineSpeaker:
         return _turn(tuple(messages), observation, completion)
 
     def _next_request(self, spoken: Sequence[TurnTokens], observation: Prompt, where: str) -> Request:
-        """The request for the next turn, whose prompt is the conversation so far."""
+        """Make the request for the next turn, whose prompt is the conversation so far."""
         last, before, number = spoken[-1].completion, self._request, len(spoken) + 1
-        # ids are only appended: re-tokenising the text of a conversation may give other ids than those that were
-        # sampled, and their log-probs would then belong to other tokens
+        # ids are only appended: tokenizing the text of the conversation again could give other ids than the sampled
+        # ones, and the recorded log-probs would then belong to other tokens
         prompt = extended(before.prompt, last.token_ids_T, observation)
         kept_L = np.concatenate(
             [ids for each in spoken for ids in (each.observation.token_ids_L, each.completion.token_ids_T)]
@@ -242,7 +243,7 @@ class EngineSpeaker:
 
 
 def extended(prompt: Prompt, answer_ids_T: NDArray[np.int64], observation: Prompt) -> Prompt:
-    """Prompt of the next turn: the conversation so far, its token ids appended to each other."""
+    """Build the prompt of the next turn by appending the answer and the reply to the conversation's token ids."""
     return Prompt(
         token_ids_L=np.concatenate([prompt.token_ids_L, answer_ids_T, observation.token_ids_L]),
         unexpanded_ids_U=np.concatenate([prompt.unexpanded_ids_U, answer_ids_T, observation.unexpanded_ids_U]),
@@ -251,13 +252,13 @@ def extended(prompt: Prompt, answer_ids_T: NDArray[np.int64], observation: Promp
 
 
 def request_seed(*parts: int) -> int:
-    """Hash these numbers into a 64-bit seed."""
+    """Hash the given numbers into a 64-bit seed."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
 
 
 def session_seed(request: Request, number: int) -> int:
-    """Seed of the session of a completion of an episode's first request, by its number."""
-    # 2: another one than that of the next turn
+    """Seed of the session that continues completion `number` of an episode's first request."""
+    # the 2 makes it different from the seed of the next turn
     return request_seed(request.sampling.seed, number, 2)
 
 

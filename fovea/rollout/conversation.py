@@ -1,4 +1,4 @@
-"""Conversations between a model and an environment, turn by turn, and the scores of their episodes."""
+"""Conversations between a model and an environment, turn by turn, and scoring of the resulting episodes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Speaker(Protocol):
     """The model in one episode."""
 
     async def answer(self, session: Session, turns: Sequence[Turn], messages: Sequence[Message]) -> Turn | None:
-        """The turn after these ones, which answers these messages; None where the episode has no room for it."""
+        """Generate the turn after `turns` that answers these messages; None if the episode has no room for it."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class SessionLog:
-    """Failed sessions of a rollout, and the time for which its episodes waited for their environment."""
+    """Failed sessions of a rollout, and the time that its episodes spent waiting for the environment."""
 
     failures: list[FailedEpisodeError] = field(default_factory=list)
     waited_seconds: float = 0.0
@@ -37,7 +37,7 @@ class SessionLog:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A block in which an episode waits for its environment."""
+        """Context manager that counts its duration as time waiting for the environment."""
         begun = perf_counter()
         try:
             yield
@@ -45,11 +45,11 @@ class SessionLog:
             self.waited_seconds += perf_counter() - begun
 
     def metrics(self) -> Metrics:
-        """Numbers of failed episodes, and the mean wait of an episode."""
+        """Return the counts of failed episodes, and the mean waiting time of an episode."""
         return {**self.failed_metrics(), "seconds/replies": self.waited_seconds / max(self.num_episodes, 1)}
 
     def failed_metrics(self) -> Metrics:
-        """Numbers of failed episodes, by reason too."""
+        """Return the counts of failed episodes, in total and by reason."""
         reasons = Counter(failure.reason for failure in self.failures)
         return {
             "episodes/failed": float(len(self.failures)),
@@ -59,14 +59,14 @@ class SessionLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """All turns of an episode."""
+    """A finished conversation: all turns of an episode, and how it ended."""
 
     turns: tuple[Turn, ...]
     end: EpisodeEnd = "done"
     score: Score | None = None
-    """The score that the session gave; None: graders score it."""
+    """Score given by the session; None: graders score the episode."""
     failure: FailedEpisodeError | None = None
-    """The failure of the session, which ended it."""
+    """The session failure that ended the conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Conversations:
         log: SessionLog | None = None,
         seen_reply: SeenReply = as_sent,
     ) -> Conversations:
-        """The conversations of episodes with these places, in the order that suits the engine."""
+        """Make the conversations of the episodes at these places, with the schedule that suits the engine."""
         return Conversations(
             environment=environment,
             schedule=schedule_of(engine, places, environment.max_open),
@@ -96,7 +96,7 @@ class Conversations:
         )
 
     async def go_on(self, task: Task, seed: int, first: Turn, speaker: Speaker, place: Place) -> Conversation:
-        """Continue an episode to its end; `seed` is that of its session."""
+        """Continue an episode to its end, in a session with this seed."""
         self.log.num_episodes += 1
         try:
             await self.schedule.begin(place)
@@ -125,7 +125,7 @@ class Conversations:
     async def _until_end(
         self, session: Session, turns: list[Turn], speaker: Speaker, task: Task, place: Place
     ) -> EpisodeEnd:
-        """Append the later turns; returns how the episode ended."""
+        """Append later turns to `turns` until the episode ends; returns how it ended."""
         most_turns = self.environment.turns_of(task)
         while len(turns) < most_turns:
             begun = perf_counter()
@@ -147,7 +147,7 @@ class Conversations:
 
 
 async def scored(grading: Grading, task: Task, conversation: Conversation) -> Episode:
-    """The scored episode of a conversation; FailedEpisodeError where the settings leave it out."""
+    """Score the episode of a conversation; raises FailedEpisodeError if failed episodes are dropped."""
     failure = conversation.failure
     if failure is None:
         given = conversation.score

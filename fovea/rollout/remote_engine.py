@@ -1,6 +1,6 @@
-"""An engine in a process of another Python environment, behind the `Engine` protocol.
+"""An `Engine` that runs in a process of another Python environment.
 
-What an engine needs may not go together with what the trainer needs, such as two versions of transformers.
+The packages that an engine needs may conflict with the trainer's, for example in the version of transformers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fovea.utils.tensor_records import handles
 
 
 class RemoteEngine:
-    """Makes the calls of an engine in its process (`wiring.other_environment`), where all of it is checked."""
+    """Forwards calls to an engine in another process (`wiring.other_environment`), which checks them."""
 
     def __init__(self, name: str, process: EngineProcess) -> None:
         self.name = name
         self.process = process
         self._given_up: set[Future[Any]] = set()
-        """Ends of requests whose callers have gone."""
+        """Pending aborts of requests whose callers were cancelled."""
 
     async def generate(self, request: Request) -> Sequence[Completion]:
         """Sample n completions of one prompt."""
@@ -37,7 +37,7 @@ class RemoteEngine:
         return completions
 
     async def sleep(self) -> None:
-        """Free memory for the update."""
+        """Free device memory for the update."""
         self._forget_given_up()
         await self._call("engine.sleep")
 
@@ -50,7 +50,7 @@ class RemoteEngine:
         self.process.check()
 
     async def close(self) -> None:
-        """End the engine and its process."""
+        """Stop the engine and its process."""
         self.process.close()
 
     @property
@@ -65,17 +65,17 @@ class RemoteEngine:
         self.process.run("engine.begin_sync", dict(shapes))
 
     def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Load some of them, from memory that both processes have."""
+        """Load a bucket of weights from memory that both processes share."""
         self.process.run("receive_weights", handles(bucket))
 
     def finish_sync(self, version: int) -> None:
-        """Compare every value with what was sent, and empty every cache made with older weights."""
+        """Compare all weights with those sent, and empty all caches made with older ones."""
         self.process.run("engine.finish_sync", version)
 
     async def _call(self, method: str) -> None:
         await asyncio.wrap_future(self.process.call(method))
 
     def _forget_given_up(self) -> None:
-        """Wait for the ends of requests whose callers have gone: to the engine they are running until then."""
+        """Wait until cancelled requests have ended: until then, the engine counts them as running."""
         while self._given_up:
             wait([self._given_up.pop()])

@@ -1,8 +1,8 @@
-"""Order in which the later turns of a rollout go to the engine, and how many episodes have a session at once.
+"""Order in which the later turns of a rollout go to the engine, and limit of the sessions that are open at once.
 
-The embedded engine on a CPU, here or in several processes, repeats bit for bit only if the same requests meet in its
-batch: a product of matrices is rounded by the number of its rows. There, turns wait for each other (decision 061).
-Servers and GPUs round by their load anyway, and get every turn as soon as its reply is there.
+The embedded engine on CPUs, in one process or several, is reproducible bit for bit only if its batches always hold the
+same requests, because the rounding of a matrix product depends on its number of rows. There, turns wait for each other
+(decision 061). On servers and GPUs rounding varies with the load anyway, so they get each turn once its reply arrives.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Place: TypeAlias = tuple[int, int]
 
 @runtime_checkable
 class RoundsByLoad(Protocol):
-    """An engine whose log-probs repeat bit for bit only if the same requests come at the same points."""
+    """An engine whose log-probs may be reproducible bit for bit if it always batches the same requests."""
 
     @property
     def repeats_in_rounds(self) -> bool:
-        """True if they do repeat then."""
+        """True if the log-probs are reproducible when turns are sent in rounds."""
         ...
 
 
 class Schedule(Protocol):
-    """Lets episodes go on."""
+    """Decides when an episode may open its session and ask for its next turn."""
 
     async def begin(self, place: Place) -> None:
         """Wait until the episode may open its session."""
@@ -37,12 +37,12 @@ class Schedule(Protocol):
         ...
 
     def end(self, place: Place) -> None:
-        """Leave; to be called once for every episode, also for one that has not begun."""
+        """Remove the episode; call this once for every episode, even if it has not begun."""
         ...
 
 
 class AsTheyCome:
-    """Turns go to the engine as soon as their replies are there."""
+    """Sends turns to the engine as soon as their replies arrive."""
 
     def __init__(self, max_open: int) -> None:
         self._free = asyncio.Semaphore(max_open)
@@ -53,7 +53,7 @@ class AsTheyCome:
         self._open.add(place)
 
     async def turn(self, place: Place) -> None:
-        """Never waits."""
+        """Return at once."""
 
     def end(self, place: Place) -> None:
         if place in self._open:
@@ -62,13 +62,13 @@ class AsTheyCome:
 
 
 class InRounds:
-    """Turns go to the engine together, in the order of their episodes, once all replies of a round are there.
+    """Sends turns to the engine together, in the order of their episodes, once all replies of a round have arrived.
 
-    Beginners wait for the end of a round, too, so that neither depends on which reply came first.
+    New episodes also wait for the end of a round, so that nothing depends on which reply arrives first.
     """
 
     def __init__(self, places: Collection[Place], max_open: int) -> None:
-        """`places` are those of all episodes; they are running until they wait or end."""
+        """`places` holds all episodes; each counts as running until it waits or ends."""
         self._running = set(places)
         self._turns: dict[Place, asyncio.Future[None]] = {}
         self._beginners: dict[Place, asyncio.Future[None]] = {}
@@ -95,7 +95,7 @@ class InRounds:
     def _stop_running(self, place: Place) -> None:
         self._running.discard(place)
         if not self._running:
-            # later: the last one to wait would find its future done, and go before the others
+            # deferred: otherwise the last episode to wait would find its future done and overtake the others
             asyncio.get_running_loop().call_soon(self._next_round)
 
     def _next_round(self) -> None:
@@ -107,13 +107,13 @@ class InRounds:
         released += [(place, self._beginners.pop(place)) for place in beginners]
         self._running.update(place for place, _ in released)
         for _, future in released:
-            # one that is cancelled leaves by `end`
+            # a cancelled episode is removed by `end`
             if not future.done():
                 future.set_result(None)
 
 
 def schedule_of(engine: object, places: Collection[Place], max_open: int | None) -> Schedule:
-    """The schedule of a rollout of these episodes on an engine."""
+    """Make the schedule for a rollout of these episodes on an engine."""
     limit = max(len(places), 1) if max_open is None else max_open
     if isinstance(engine, RoundsByLoad) and engine.repeats_in_rounds:
         return InRounds(places, limit)

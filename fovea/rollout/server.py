@@ -1,4 +1,4 @@
-"""Arguments shared by the servers of all engines, and the process that each becomes."""
+"""Settings and processes of the servers of all engines, and checks that an engine is ready for a request."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from fovea_gym.utils.launch import with_this_fovea
 
 BANNED_IDS_ENV, API_KEY_ENV, ADMIN_KEY_ENV = "FOVEA_BANNED_IDS", "FOVEA_SERVER_KEY", "FOVEA_ADMIN_KEY"
 URL_LIMITS_ENV = "FOVEA_URL_LIMITS"
-"""Environment variables of a server's process, for `rollout.server_guard`."""
+"""Environment variables of a server's process, which `rollout.server_guard` reads."""
 KEYS = ("api_key", "admin_api_key")
-"""Arguments of engines that are keys."""
+"""Engine arguments that hold a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelServer:
-    """A model to serve, and where."""
+    """A model to serve, and the address and access rules of its server."""
 
     folder: Path
     name: str
     """The model's name in requests."""
     dtype: str = "auto"
-    """Type of its weights: that of its files; `auto` is the engine's choice, which may be a shorter one."""
+    """Dtype of the weights, as in the model's files; `auto` lets the engine choose, possibly fewer bits."""
     host: str
     port: int
     api_key: str | None = field(default=None, repr=False)
-    """The key that every request must bring."""
+    """API key that every request must carry; None: no key is needed."""
     admin_key: str | None = field(default=None, repr=False)
-    """The key of administration; None: there is none, by anybody."""
+    """Key for the administration paths; None: nobody may call them."""
     banned_ids: Sequence[int] = ()
     """Ids that are never sampled (`models.processor.Processor`)."""
     weights_dir: Path | None = None
-    """The folder through which a trainer brings its weights; None for a server of answers only."""
+    """Folder through which a trainer sends its weights; None for a server that is not used for training."""
     url_limits: UrlLimits | None = None
-    """Limits of reading the images of requests at their addresses; None: images come as data only."""
+    """Limits for fetching images that requests give by address; None: requests must contain the image data."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the engine, under its own names."""
+    """Further engine arguments, under the engine's own names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,11 @@ class Launch:
 
     command: Sequence[str]
     environment: Mapping[str, str] = field(repr=False)
-    """Its environment, which may hold a key."""
+    """Environment variables of the process; one of them may be a key."""
 
 
 def checked(server: ModelServer, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The further arguments, with underscores; ConfigError for one that is `fixed`, or a key."""
+    """Return the further engine arguments, with underscores; ConfigError for a `fixed` argument or a key."""
     given = {key.replace("-", "_"): value for key, value in server.arguments.items()}
     for key, value in given.items():
         if key in KEYS:
@@ -69,7 +69,10 @@ def checked(server: ModelServer, fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment(server: ModelServer, *, without: Collection[str] = ()) -> dict[str, str]:
-    """This process's environment, and what the server is not told on its command line, which every user can list."""
+    """Environment of the server: this process's variables, and values that must not appear on the command line.
+
+    Every user of the machine can list command lines.
+    """
     limits = None if server.url_limits is None else json.dumps(asdict(server.url_limits))
     own = {API_KEY_ENV: server.api_key, ADMIN_KEY_ENV: server.admin_key, URL_LIMITS_ENV: limits}
     inherited = {name: value for name, value in os.environ.items() if name not in (*own, *without)}
@@ -78,59 +81,59 @@ def environment(server: ModelServer, *, without: Collection[str] = ()) -> dict[s
 
 
 class LaunchesServers(Protocol):
-    """An engine's own way to start its server."""
+    """A function that builds the command to start an engine's server."""
 
     def __call__(self, server: ModelServer) -> Launch:
-        """The process of this server; ConfigError for arguments that it cannot take."""
+        """Return the process to start for this server; ConfigError for arguments that the engine does not accept."""
         ...
 
 
-CLOSED = "the engine was closed; start another"
-NO_WEIGHTS = "the engine has no weights; sync them first"
+CLOSED = "the engine was closed; start another one"
+NO_WEIGHTS = "the engine has no weights; run a weight sync first"
 BROKEN_SYNC = (
-    "the last weight sync broke off and left weights of two versions in the engine; sync all of them again, or "
-    "start again to go on from the last checkpoint"
+    "the last weight sync failed halfway and left weights of two versions in the engine; sync all weights again, or "
+    "start again to continue from the last checkpoint"
 )
 
 
 @dataclass(slots=True, kw_only=True)
 class Readiness:
-    """True if an engine can serve a request, and with which weights."""
+    """State of an engine that decides if it can serve a request: its limits, weights version and sleep."""
 
     max_model_len: int
-    """Most tokens of a prompt with its completion."""
+    """Maximum number of tokens of a prompt with its completion."""
     max_images: int
-    """Most images of a prompt."""
+    """Maximum number of images of a prompt."""
     version: int | None = None
-    """Version of the weights that it holds; None: it has none to draw with, for the reason in `lacks`."""
+    """Version of the engine's weights; None: it has no usable weights, for the reason in `lacks`."""
     lacks: str = NO_WEIGHTS
     asleep: bool = False
 
     def lose_weights(self, reason: str) -> None:
-        """Refuse requests for this reason, until a version is set again."""
+        """Refuse requests with this reason until a version is set again."""
         self.version, self.lacks = None, reason
 
     def check(self, request: Request) -> None:
-        """Raise EngineError for a request that cannot be served now, or at all."""
+        """Raise EngineError if the request cannot be served, now or ever."""
         if self.asleep:
-            raise EngineError("a request to an engine that is asleep; call wake first")
+            raise EngineError("a request reached an engine that is asleep; call wake first")
         if self.version is None:
             raise EngineError(self.lacks)
         check_fits(request, max_model_len=self.max_model_len, max_images=self.max_images)
 
     def check_wakes(self) -> None:
-        """Raise EngineError for a wake of an engine whose weights were freed, and not synced since."""
+        """Raise EngineError if the engine's weights were freed and no weight sync has followed."""
         if self.version is None:
-            raise EngineError("wake was called before the weights that sleep freed were sent; sync them first")
+            raise EngineError("wake was called before the weights that sleep freed were sent; run a weight sync first")
 
     @property
     def sampled_with(self) -> int:
-        """Version of the weights that the running requests are sampled with."""
-        assert self.version is not None, "weights came while a request was running"
+        """Version of the weights with which the running requests are sampled."""
+        assert self.version is not None, "weights arrived while a request was running"
         return self.version
 
 
 def check_idle(call: str, num_running: int) -> None:
-    """Raise EngineError for a call that may not come while requests run."""
+    """Raise EngineError if requests are running during a call that does not allow it."""
     if num_running:
         raise EngineError(f"{call} while the engine is generating completions; await them first")

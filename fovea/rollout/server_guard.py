@@ -24,32 +24,32 @@ from fovea_gym.types import ImageRef
 from fovea_gym.utils.addresses import is_loopback
 
 Message: TypeAlias = MutableMapping[str, Any]
-"""A request's description, or an event of it."""
+"""The ASGI scope of a request, or one of its events."""
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def header(scope: Message, name: bytes) -> bytes:
-    """The value of a request's header, by its name in small letters; empty where it is not given."""
+    """Return the value of a request header by its lower-case name; empty if the header is missing."""
     value: bytes = dict(scope["headers"]).get(name, b"")
     return value
 
 
 async def answer(send: Send, status: int, body: bytes) -> None:
-    """Answer a request with a status code and JSON."""
+    """Answer a request with a status code and a JSON body."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 async def refuse(send: Send, status: int, reason: bytes) -> None:
-    """Answer a request with a status code, and with the reason as JSON."""
+    """Refuse a request with a status code and the reason, as JSON."""
     await answer(send, status, b'{"error": "%s"}' % reason)
 
 
 async def whole_body(receive: Receive, max_bytes: float = math.inf) -> bytes | None:
-    """The body of a request; None as soon as it is longer than `max_bytes`."""
+    """Read the body of a request; returns None as soon as it is longer than `max_bytes`."""
     chunks, num_bytes, has_more = list[bytes](), 0, True
     while has_more:
         message = await receive()
@@ -64,16 +64,16 @@ async def whole_body(receive: Receive, max_bytes: float = math.inf) -> bytes | N
 HEALTH = "/health"
 COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 ASKING = (*COMPLETIONS, "/v1/models", "/metrics")
-"""Paths for whoever may ask. All others are administration: some write files, or replace the model, by GET too."""
+"""Paths for ordinary clients. All others are for administration: some write files or replace the model, even by GET."""
 MAX_BODY_BYTES = 64 << 20
-"""Of a request: a hundred photographs of half a MiB."""
+"""Maximum size of a request: about a hundred photographs of half a MiB."""
 LOWEST_BIAS = -100.0
-"""Of OpenAI's interface: it leaves a token e^-100 of its probability."""
+"""Lowest bias of OpenAI's API: it multiplies a token's probability by e^-100."""
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, TOO_LARGE = 400, 401, 403, 413
 
 
 class RefusedError(Exception):
-    """A call that is refused, with the status and the reason of the answer."""
+    """A refused call, with the status code and the reason for the response."""
 
     def __init__(self, status: int, reason: bytes) -> None:
         super().__init__(status, reason)
@@ -81,13 +81,13 @@ class RefusedError(Exception):
 
 
 class Guard:
-    """ASGI middleware that lets those with a key ask, and those with the key of administration do everything.
+    """ASGI middleware: clients with the API key may request completions, those with the admin key may call any path.
 
-    Without a key for asking, a server on loopback refuses what a browser sends for a web page, also for one whose name
-    has come to lead to this machine (DNS rebinding).
+    A server without an API key, which listens on loopback, refuses requests that a browser sends for a web page, also
+    for a page whose host name resolves to this machine (DNS rebinding).
 
-    A request for completions is bounded in size, and its images by address are refused, or read here. Banned ids get a
-    `logit_bias`, since vLLM and SGLang read no `suppress_tokens` from a generation config.
+    Requests for completions are limited in size, and images given by address are either refused or fetched here. Banned
+    ids get a `logit_bias`, because vLLM and SGLang do not read `suppress_tokens` from a generation config.
     """
 
     def __init__(self, app: App) -> None:
@@ -99,7 +99,7 @@ class Guard:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            return await send({"type": "websocket.close"})  # before it is accepted: status 403
+            return await send({"type": "websocket.close"})  # closing before accepting sends status 403
         if scope["type"] != "http" or scope["path"] == HEALTH:
             return await self._app(scope, receive, send)
         try:
@@ -122,16 +122,16 @@ class Guard:
         if self._api_key and not secrets.compare_digest(given, self._api_key):
             raise RefusedError(UNAUTHORIZED, b"Unauthorized")
         if scope["path"] not in ASKING:
-            raise RefusedError(FORBIDDEN, b"this server answers %s only" % ", ".join(ASKING).encode())
+            raise RefusedError(FORBIDDEN, b"this server answers only %s" % ", ".join(ASKING).encode())
 
     async def _checked_body(self, receive: Receive) -> bytes:
-        """The body of a request for completions as the engine gets it: with bans, and without addresses."""
+        """Read a request for completions, and return its body with the bans added and image addresses replaced."""
         body = await whole_body(receive, MAX_BODY_BYTES)
         if body is None:
-            raise RefusedError(TOO_LARGE, b"a request of more than %d bytes" % MAX_BODY_BYTES)
+            raise RefusedError(TOO_LARGE, b"the request has more than %d bytes" % MAX_BODY_BYTES)
         try:
             request = json.loads(body)
-        except (ValueError, RecursionError):  # no JSON, or too deep
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply
             request = None
         if not isinstance(request, dict):
             raise RefusedError(BAD_REQUEST, b"the request is not a JSON object")
@@ -141,7 +141,7 @@ class Guard:
 
 
 def _first(body: bytes, receive: Receive) -> Receive:
-    """A `receive` of a request with this body; then the given one, which tells of a client that hangs up."""
+    """A `receive` that returns this body first, then calls the given one, which reports a disconnecting client."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive_body() -> Message:
@@ -155,7 +155,7 @@ def _bearer(key: str | None) -> bytes | None:
 
 
 def _is_of_a_page(scope: Message) -> bool:
-    """True if a browser may have sent a call for a web page; an image of a page comes without an origin."""
+    """True if a browser may have sent a call for a web page; requests for images in a page have no Origin header."""
     host = re.fullmatch(rb"\[?(.*?)\]?(:\d*)?", header(scope, b"host"))
     site = header(scope, b"sec-fetch-site")
     is_elsewhere = host is None or not is_loopback(host[1].decode("latin-1").lower())
@@ -163,26 +163,26 @@ def _is_of_a_page(scope: Message) -> bool:
 
 
 SOURCES = ("url", "image", "video", "audio")
-"""Names in messages, or their ends as in `image_url`, under which engines take files by address."""
+"""Keys in messages, or endings of keys such as `image_url`, under which engines accept the addresses of files."""
 IMAGE = "image_url"
 MAX_ADDRESSES = 16
-"""Images by address in one request, which are read one after another."""
+"""Maximum number of images by address in one request; they are fetched one after another."""
 MAX_BYTES = 48 << 20
-"""Of all images by address in one request; as base64, they are as much as the longest request."""
+"""Maximum size of all images by address in one request; as base64, they are as large as the largest request."""
 MAX_MEGAPIXELS = 64.0
-DATA_ONLY = b"images come as data: URLs; this server opens no addresses or files"
-IMAGES_ONLY = b"images come as image_url, with a data:, http:// or https:// URL; this server opens no other addresses"
-TOO_MANY = b"more than %d images by address" % MAX_ADDRESSES
-# one for all, so that it does not tell what exists at an address
+DATA_ONLY = b"send images as data: URLs; this server opens no addresses or files"
+IMAGES_ONLY = b"send images as image_url, with a data:, http:// or https:// URL; this server opens no other addresses"
+TOO_MANY = b"the request has more than %d images by address" % MAX_ADDRESSES
+# one text for all failures, so that it does not reveal what exists at an address
 UNREADABLE = b"an image could not be read at its address; send it as a data: URL"
-TOO_LONG = b"images by address of more than %d bytes" % MAX_BYTES
+TOO_LONG = b"the images by address have more than %d bytes in all" % MAX_BYTES
 
 
 async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
-    """Put images in the places of their addresses, as data: URLs; RefusedError for what is not read.
+    """Replace image addresses by data: URLs with the fetched images; RefusedError if one may not or cannot be fetched.
 
-    No address at all is read without `limits`. The engines themselves fetch from this machine and its network, and
-    SGLang opens files.
+    Without `limits`, every address is refused. The engines themselves would fetch addresses in this machine's network,
+    and SGLang would even open local files.
     """
     found = list(_addresses(messages))
     if not found:
@@ -196,9 +196,9 @@ async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
     opener, num_bytes = ImageOpener(max_image_mib=limits.max_image_mib, max_image_megapixels=MAX_MEGAPIXELS), 0
     for holder, key, _ in found:
         try:
-            # on a thread: the server answers others meanwhile
+            # in a thread, so that the server keeps answering other requests
             content = await asyncio.to_thread(fetch, holder[key], IMAGE, limits)
-            opener.size(ImageRef(source=content))  # in its header; the engine decodes it
+            opener.size(ImageRef(source=content))  # checks the size in the file's header; the engine decodes the image
         except BadRowError as error:
             raise RefusedError(BAD_REQUEST, UNREADABLE) from error
         num_bytes += len(content)
@@ -208,9 +208,9 @@ async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
 
 
 def _addresses(messages: Any) -> Iterator[tuple[dict[str, Any], str, bool]]:
-    """The places in messages with something to be fetched or opened, rather than given as data.
+    """Find the places in messages that hold the address of a file instead of its data.
 
-    Each is a dictionary, its key, and True for the address of an image.
+    Yields the dictionary, its key, and True if it is the address of an image.
     """
     left = [("", messages)]
     while left:
@@ -225,13 +225,13 @@ def _addresses(messages: Any) -> Iterator[tuple[dict[str, Any], str, bool]]:
 
 
 KEY_FILE = "server-key"
-"""File of the folder of weight syncs with the key of administration."""
+"""File with the admin key, in the folder of weight syncs."""
 
 
 def made_key(folder: Path) -> str:
-    """The key of administration of the servers that share a folder of weight syncs, made by whoever comes first.
+    """The admin key of the servers that share a folder of weight syncs; the first process to ask for it creates it.
 
-    ConfigError where others may read it.
+    Raises ConfigError if other users may read it.
     """
     file = folder / KEY_FILE
     try:
@@ -241,15 +241,15 @@ def made_key(folder: Path) -> str:
         status = file.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise ConfigError(
-                f"{file}: others may know this key of the servers; delete it, and start all of them again"
+                f"{file}: other users may know this key of the servers; delete it, and restart all servers"
             )
         return file.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; it must be a file of the user who trains and serves") from error
+        raise ConfigError(f"{file}: {error.strerror}; the user who trains and serves must own it") from error
 
 
 def _write_once(file: Path) -> None:
-    """Write another key, whole and readable by this user only; a file that came meanwhile stays."""
+    """Write a new key atomically, readable only by this user; a file that exists by then is kept."""
     with TemporaryDirectory(dir=file.parent) as folder:
         new = Path(folder) / file.name
         new.touch(mode=0o600)

@@ -1,4 +1,4 @@
-"""Several servers of one engine as one: a call goes to the one with the least to do, and to another if that is lost."""
+"""A pool of servers: a call goes to the server with the least load, and to another one if that server is lost."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from fovea_gym.utils.shown_text import printable, without_secrets
 
 LOG = logging.getLogger(__name__)
 MAX_TRIES = 10
-"""Of one call: one that ends every server that it comes to must not go on for ever."""
+"""Attempts for one call: a call that crashes every server it reaches must not be repeated forever."""
 FIRST_PAUSE_SECONDS = 0.25
 MAX_PAUSE_SECONDS = 5.0
 
 Parse: TypeAlias = Callable[[Any], Any]
 """Parses a response; None if the server was shut down before it was complete."""
 Prepare: TypeAlias = Callable[[JsonServer], Awaitable[None]]
-"""Makes a server ready for calls: CallError where it does not answer, EngineError where it is not fit."""
+"""Makes a server ready for calls; CallError if it does not respond, EngineError if it is unsuitable."""
 
 
 class TakenError(EngineError):
-    """A server that another run has taken over: to wait for it would be of no use, and ends with an error at once."""
+    """Another run has taken over a server; waiting for that server would not help, so this is raised at once."""
 
 
 def understood(server: JsonServer, path: str) -> AbstractContextManager[None]:
-    """Block in which an answer of a server is read; an EngineError names one of another form than is expected."""
+    """Context manager for reading a server's response; raises EngineError if it does not have the expected form."""
     return named(
         lambda error: EngineError(
-            f"{server.url}{path} answers in another form than is expected ({type(error).__name__}: {error}); it must "
-            "be a server of `fovea serve --for-training`, with the same versions as here"
+            f"{server.url}{path} sends an unexpected response ({type(error).__name__}: {error}); it must be a server "
+            "of `fovea serve --for-training`, with the same package versions as here"
         )
     )
 
@@ -47,29 +47,29 @@ class PooledServer:
 
     server: JsonServer
     load: int = 0
-    """Queued work, in the units of `ServerPool.post`."""
+    """Work in progress, in the units of `ServerPool.post`."""
     is_ready: bool = False
     num_prepared: int = 0
-    """How often it was made ready."""
-    problem: str = "it was not asked yet"
-    """Why it is not ready."""
+    """Number of times that the server was made ready."""
+    problem: str = "it has not been contacted yet"
+    """Reason why the server is not ready."""
 
 
 @dataclass(slots=True)
 class ServerPool:
-    """Calls of several servers; all of them are made on one event loop."""
+    """Calls several servers, always on the same event loop."""
 
     members: Sequence[PooledServer]
     prepare: Prepare
-    """Called before a server gets its first call, and again after it was lost."""
+    """Called before the first call to a server, and again after the server was lost."""
     restart_seconds: float
-    """Longest time for which a call waits where no server is ready."""
+    """Maximum time for which a call waits for a server to become ready."""
     _taken: TakenError | None = None
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _returning: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self) -> None:
-        """Wait until all servers answer and are prepared; EngineError for one that is not fit, or not there in time."""
+        """Wait until all servers are prepared; EngineError if one is unsuitable or does not respond in time."""
         try:
             async with asyncio.timeout(self.restart_seconds):
                 await gather_or_cancel(self._until_ready(member, CallError) for member in self.members)
@@ -82,11 +82,11 @@ class ServerPool:
     async def post(
         self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str], load: int, parse: Parse
     ) -> Any:
-        """The whole answer of a server, parsed, to a call that adds `load` to what it has to do.
+        """Send a call that adds `load` to a server's work, and return the parsed response.
 
-        A call whose server is lost is made again, from the start, of another. LostEngineError where none is
-        ready for `restart_seconds`, EngineError where each refuses the call or is lost with it, TakenError where
-        another run has taken a server.
+        If the server is lost, the call is repeated from the start on another one. Raises LostEngineError if no server
+        is ready within `restart_seconds`, EngineError if a server refuses the call or if it fails MAX_TRIES times, and
+        TakenError if another run has taken over a server.
         """
         for _ in range(MAX_TRIES):
             member = await self._least_loaded()
@@ -98,7 +98,7 @@ class ServerPool:
                     parsed = parse(answer)
                 if parsed is not None:
                     return parsed
-                self._lose(member, CallError("it broke a request off"), num_prepared)
+                self._lose(member, CallError("it aborted a request"), num_prepared)
             except CallError as error:
                 if not error.may_pass:
                     raise EngineError(f"{member.server.url} refuses a request: {error}") from error
@@ -106,20 +106,20 @@ class ServerPool:
             finally:
                 member.load -= load
         raise EngineError(
-            f"a request was lost with each of {MAX_TRIES} servers that it came to, the last one: {self._problems()}; "
-            "see the servers' own messages"
+            f"a request failed on each of the {MAX_TRIES} servers that it was sent to; not ready: {self._problems()}; "
+            "see the servers' logs"
         )
 
     async def on_all(self, call: Callable[[JsonServer], Awaitable[None]]) -> None:
-        """Make a call of every server that is ready; one that is lost meanwhile is prepared before it comes back.
+        """Call every server that is ready; a server that is lost meanwhile is prepared again before it returns.
 
-        TakenError where another run has taken one.
+        Raises TakenError if another run has taken over a server.
         """
         self._check_not_taken()
         await gather_or_cancel(self._call(member, call) for member in self.members if member.is_ready)
 
     async def close(self) -> None:
-        """Close the connections to all servers, which go on."""
+        """Close the connections to all servers; the servers keep running."""
         for task in self._returning:
             task.cancel()
         for member in self.members:
@@ -138,7 +138,7 @@ class ServerPool:
         except TimeoutError as error:
             raise LostEngineError(
                 f"no server was ready for rollout.engine.restart_seconds={self.restart_seconds:g}: "
-                f"{self._problems()}; start one again, or raise that"
+                f"{self._problems()}; restart one, or raise this setting"
             ) from error
         self._check_not_taken()
         return min((member for member in self.members if member.is_ready), key=lambda member: member.load)
@@ -148,28 +148,28 @@ class ServerPool:
             raise self._taken
 
     def _lose(self, member: PooledServer, error: CallError, num_prepared: int) -> None:
-        """Set a server aside for the failure of a call that began when it had been prepared so often."""
-        # of a server that was lost and is back, the last calls before that may fail late
+        """Mark a server as lost after a failed call; `num_prepared` is its count when the call began."""
+        # calls from before a server was lost may still fail after it is back
         if member.is_ready and member.num_prepared == num_prepared:
             member.is_ready, member.problem = False, str(error)
-            _warn(member, f"is lost: {error}; the others draw what it was drawing, and it is asked until it is back")
+            _warn(member, f"is lost: {error}; the others take over its requests until it is back")
             task = asyncio.create_task(self._until_back(member))
             self._returning.add(task)
             task.add_done_callback(self._returning.discard)
 
     async def _until_back(self, member: PooledServer) -> None:
         try:
-            # one that came back unfit may be started once more
+            # a server that came back unsuitable may be restarted
             await self._until_ready(member, CallError, EngineError)
         except TakenError as error:
             self._taken = error
             async with self._changed:
                 self._changed.notify_all()
         else:
-            _warn(member, "is back, with the present weights")
+            _warn(member, "is back, with the current weights")
 
     async def _until_ready(self, member: PooledServer, *passing: type[Exception]) -> None:
-        """Prepare a server, again after an error that is `passing`, until it is ready."""
+        """Prepare a server until it is ready; after an error of a `passing` type, try again."""
         pause = FIRST_PAUSE_SECONDS
         while not member.is_ready:
             try:

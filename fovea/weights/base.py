@@ -1,9 +1,9 @@
 """Protocols of a weight sync from the policy to the engines, and its report.
 
-An engine on the policy's own tensors receives nothing but the new version (`weights.sync.SharedWeights`). To any other
-engine a policy's weights go one by one (`models.weights_to_sync.WeightToSync`), by `weights.sync.WeightSender`, to receivers.
-A new transport is a `WeightReceiver` and, where it crosses processes, a `WeightSync` beside the engine that receives;
-`wiring.workers` makes both.
+An engine that shares the policy's tensors receives only the new version number (`weights.sync.SharedWeights`). For any
+other engine, `weights.sync.WeightSender` sends the policy's weights one by one (`models.weights_to_sync.WeightToSync`)
+to receivers. A new transport implements `WeightReceiver` and, if it crosses processes, also `WeightSync` in the worker
+of the receiving engine; `wiring.workers` constructs both.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class SyncReport:
 
     version: int
     num_tensors: int
-    """Tensors that the weight sync brought; from the second on, only those that training changes, and none that are shared."""
+    """Number of tensors sent, without shared ones; from the second weight sync on, only those that training changes."""
     bytes_copied: int
-    """Bytes that it brought to each engine; 0 where policy and engine share their tensors."""
+    """Bytes sent to each engine; 0 if policy and engine share their tensors."""
     checksum: int | None = None
-    """Checksum of these tensors as this worker sent or received them; None where it did neither, as where policy and
+    """Checksum of the tensors that this worker sent or received; None if it did neither, for example because policy and
     engine share their tensors."""
 
     def metrics(self) -> Metrics:
-        """Metrics of a weight sync."""
+        """Return the metrics of this weight sync."""
         metrics = {"transfer/weights_mib": self.bytes_copied / 2**20}
         return metrics if self.checksum is None else metrics | {"weights_checksum": float(self.checksum)}
 
@@ -43,45 +43,45 @@ class WeightSync(Protocol):
     async def sync(self, version: int) -> SyncReport:
         """Make the engines sample from the policy's current weights, as `version`.
 
-        Afterwards every name has matched on both sides, copies are equal bit for bit, and caches made with older
-        weights (prefix, images, decode copies) are empty; EngineError if one of these fails.
+        Afterwards all names have matched on both sides, all copies are bit-identical, and all caches made with older
+        weights (prefix, images, decode copies) are empty. Raises EngineError if one of these fails.
         """
         ...
 
 
 @runtime_checkable
 class LosesEngines(Protocol):
-    """A receiver with several engines elsewhere, which goes on without those that are lost."""
+    """A receiver for several engines in other processes, which continues without engines that are lost."""
 
     def leave_out_lost(self, left: Sequence[int]) -> None:
-        """Go on with the remaining engines, by rank among all workers."""
+        """Continue with the remaining engines only; `left` holds their ranks among all workers."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """A destination of weights: an engine with its own, one on a network of Fovea's, or processes of other engines."""
+    """A destination of weights: an engine with its own weights, a network copy, or engines in other processes."""
 
     @property
     def has_weights(self) -> bool:
-        """True if it holds all weights, so that a weight sync may bring only those that training changes."""
+        """True if the receiver holds all weights, so that a weight sync may send only those that training changes."""
         ...
 
     def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
-        """Prepare for weights of these names and shapes; EngineError, and nothing changed, if they do not match."""
+        """Prepare for weights of these names and shapes; raises EngineError without any change if they do not match."""
         ...
 
     def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Take some of them, whole; the tensors of an engine with its own weights are valid during the call only."""
+        """Load a bucket of complete weights; an engine with its own weights must copy them during the call."""
         ...
 
     def finish_sync(self, version: int) -> None:
-        """Use the new weights: verify them, and empty all caches made with older ones.
+        """Verify the new weights, switch to them, and empty all caches computed with older ones.
 
-        EngineError for a value that differs. A receiver that holds copies in this process has compared them before, in
-        `sync.read_compared`; one in another process compares them with the hashes that it made of what it took.
+        Raises EngineError if a value differs. For copies in this process, `sync.read_compared` has already compared the
+        values; a receiver in another process compares hashes of the weights that it was sent.
         """
         ...
 
 
 class SyncedEngine(Engine, WeightReceiver, Protocol):
-    """An engine in this process, or started by it, with its own weights, which syncs stream into."""
+    """An engine with its own weights, in this process or started by it, that receives weight syncs."""

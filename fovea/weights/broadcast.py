@@ -1,7 +1,7 @@
-"""Weights from a policy to the engines of other processes, over a process group of torch.distributed.
+"""Weight sync from a policy to engines in other processes, over a torch.distributed process group.
 
-Its first rank sends; each of the others gives them to its engine. Buckets travel as bytes behind a header in JSON with
-names, shapes and types of their tensors. Both ends report a checksum, which the driver compares.
+The first rank sends; each other rank passes the weights to its engine. A bucket is sent as a header with the names,
+shapes and dtypes of its tensors, followed by their bytes. Both ends report a checksum, and the driver compares them.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ NO_PAIRS: Mapping[int, Ranks] = MappingProxyType({})
 
 
 class Broadcast:
-    """A `WeightReceiver` on the first rank, which passes the tensors on to the others (`ReceivedWeights`)."""
+    """A `WeightReceiver` on the first rank, which broadcasts the tensors to the other ranks (`ReceivedWeights`)."""
 
     has_weights = True
-    """The receivers have what was sent; where their engines forget it, `WeightSender` gets `always_all`."""
+    """The receivers keep the weights; if their engines free them, `WeightSender` is made with `always_all`."""
 
     def __init__(self, ranks: Ranks, pairs: Mapping[int, Ranks] = NO_PAIRS) -> None:
-        """`pairs` are the ranks of this process and one receiver each, by the receiver's rank among all workers."""
+        """`pairs` maps a receiver's rank among all workers to a process group of this process and that receiver."""
         self._groups = [ranks]
         self._pairs = pairs
 
     def leave_out_lost(self, left: Sequence[int]) -> None:
-        """Send only to those receivers that are left, by rank, to one after the other."""
+        """Send only to the remaining receivers, one after the other; `left` holds their ranks among all workers."""
         self._groups = [self._pairs[rank] for rank in left]
 
     def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
         for ranks in self._groups:
             ranks.gather(shapes)
-            # raises what a receiver has against them
+            # raises an error if a receiver refuses the shapes
             ranks.run_on_each(lambda: None)
 
     def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
@@ -53,22 +53,22 @@ class Broadcast:
 
     def finish_sync(self, version: int) -> None:
         for ranks in self._groups:
-            ranks.gather(None)  # no header: the last bucket has come
+            ranks.gather(None)  # no header: there are no more buckets
             ranks.run_on_each(lambda: None)
 
 
 class ReceivedWeights:
-    """The weight sync of a worker that holds only an engine; its weight syncs run while the policy's workers make theirs."""
+    """The `WeightSync` of a worker that has only an engine; it runs while the policy's workers run theirs."""
 
     def __init__(self, ranks: Ranks, receiver: WeightReceiver, pair: Ranks | None = None) -> None:
-        """`pair` are the ranks of the sender and this process."""
+        """`pair` is the process group of the sender and this process."""
         self._ranks = ranks
         self._receiver = receiver
         self._pair = pair
 
     async def leave_out_lost(self, left: Sequence[int]) -> None:
-        """Receive from the sender in the pair with it, since one of the other receivers is lost."""
-        assert self._pair is not None, f"one of two receivers or more was lost, and this one has no pair: {left}"
+        """Receive over the `pair` group from now on, since another receiver is lost."""
+        assert self._pair is not None, f"a receiver was lost, and this one shares no group with the sender: {left}"
         self._ranks = self._pair
 
     async def sync(self, version: int) -> SyncReport:
@@ -98,7 +98,7 @@ class ReceivedWeights:
         _broadcast(payload, self._ranks)
         parts = payload.split([x.nbytes for x in tensors])
         for (name, _, _), tensor, part in zip(header, tensors, parts, strict=True):
-            # copied out: in the payload a tensor may begin at a place that its type cannot be read from
+            # copied out of the payload, where the tensor's offset may not be aligned for its dtype
             tensor.flatten().view(torch.uint8).copy_(part)
             yield name, tensor
 

@@ -1,8 +1,8 @@
-"""Syncs of a policy's weights to the engines.
+"""Weight syncs from the policy to the engines.
 
-An engine on the policy's own tensors only has to know that they have changed (`SharedWeights`). For all others the
-weights are gathered one by one, and given to receivers in buckets of bounded size (`WeightSender`): to a copy of the
-network in this process, to an engine with its own weights, or to those of other processes.
+An engine that shares the policy's tensors only needs to know that they have changed (`SharedWeights`). For all other
+engines, `WeightSender` gathers the weights one by one and passes them to receivers in buckets of bounded size: to a
+copy of the network in this process, to an engine with its own weights, or to engines in other processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from fovea.utils.checksum import bit_hash, combined, read_hashes
 from fovea.weights.base import LosesEngines, SyncReport, WeightReceiver
 
 BUCKET_BYTES = 1 << 26
-"""Tensors that a receiver gets in one call: enough that calls cost nothing, and little beside a layer of a large model."""
+"""Size of the tensors in one call of a receiver: large enough that calls cost little, and small compared with a layer
+of a large model."""
 
 
 @runtime_checkable
@@ -32,19 +33,19 @@ class NetworkEngine(Engine, Protocol):
     """An engine that samples with tensors in this process."""
 
     def own_weights(self) -> Weights:
-        """The tensors of the engine's network, under the names of a weight sync."""
+        """Return the tensors of the engine's network, under the names that a weight sync uses."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take references to these weights, all of them, and empty all caches made with older ones."""
+        """Keep references to all of these weights, and empty all caches computed with older ones."""
         ...
 
 
 class WeightSender:
-    """Gives the tensors of a policy to this process's receivers; all ranks of the policy make the same syncs.
+    """Sends the tensors of a policy to this process's receivers; all ranks of the policy run the same weight syncs.
 
-    The first weight sync brings all weights, later ones those that training changes: not a frozen tower, and with LoRA only
-    the adapters where the engine takes them. The weight sync after one that failed brings all weights again.
+    The first weight sync sends all weights. Later ones send those that training changes: no frozen tower, and with LoRA
+    only the adapters if the engine can load them. The weight sync after one that failed sends all weights again.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class WeightSender:
         always_all: bool = False,
         call: Caller = call_here,
     ) -> None:
-        """`dtype` is that of the engines' weights, where the policy's shards may be of another. With `always_all`,
-        every weight sync brings all weights; all ranks must agree on it, also those without a receiver.
+        """`dtype` is the dtype of the engines' weights; the policy's shards may have another one.
 
-        `call` makes the calls of the policy, whose collectives must not mix with those of a weight sync.
+        With `always_all`, every weight sync sends all weights; it must be equal on all ranks, also on those without a
+        receiver. `call` runs it in turn with the policy's other calls, so that their collectives do not interleave.
         """
         self._weights = weights
         self._receivers = receivers
@@ -73,13 +74,13 @@ class WeightSender:
         return report
 
     async def leave_out_lost(self, left: Sequence[int]) -> None:
-        """Send only to the remaining engines elsewhere, by rank among all workers."""
+        """Send only to the remaining engines in other processes; `left` holds their ranks among all workers."""
         for receiver in self._receivers:
             if isinstance(receiver, LosesEngines):
                 receiver.leave_out_lost(left)
 
     def _sync(self, version: int) -> SyncReport:
-        # `_sent_all` for the ranks without a receiver, which gather along
+        # `_sent_all` also covers ranks without a receiver, which take part in the gathering
         sends_all = (
             self._always_all or not self._sent_all or not all(receiver.has_weights for receiver in self._receivers)
         )
@@ -108,9 +109,9 @@ class WeightSender:
 
 
 class SharedWeights:
-    """The weight sync of an engine on the policy's own tensors, and of engines elsewhere where a run has some.
+    """The weight sync of an engine that shares the policy's tensors, and of a run's engines in other processes, if any.
 
-    Nothing is sent, and so nothing is compared: the engine reads its tensors again and empties its caches.
+    The shared tensors are neither sent nor compared: the engine takes new references to them and empties its caches.
     """
 
     def __init__(self, engine: NetworkEngine, elsewhere: WeightSender | None = None) -> None:
@@ -125,25 +126,25 @@ class SharedWeights:
         return report
 
     async def leave_out_lost(self, left: Sequence[int]) -> None:
-        """Send only to the remaining engines elsewhere, by rank among all workers."""
-        assert self._elsewhere is not None, f"no engine is elsewhere, and these are left: {left}"
+        """Send only to the remaining engines in other processes; `left` holds their ranks among all workers."""
+        assert self._elsewhere is not None, f"there is no engine in other processes, yet these remain: {left}"
         await self._elsewhere.leave_out_lost(left)
 
 
 class NetworkCopy:
-    """Copies into the tensors of an engine's network, in place."""
+    """A receiver that copies weights in place into the tensors of an engine's network."""
 
     def __init__(self, engine: NetworkEngine) -> None:
         self._engine = engine
         self._own = dict(engine.own_weights())
         self._names: list[str] = []
-        """Names of the tensors of this weight sync, in its order."""
+        """Names of the tensors of this weight sync, in the order of arrival."""
         self._converted: dict[str, Tensor] = {}
-        """Hashes of those that have another type in the engine, as it holds them if they arrive."""
+        """Expected hashes of the tensors that have another dtype in the engine, after the conversion."""
         self.has_weights = False
 
     def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
-        # all of the engine's weights or, where it has all, some of them
+        # all of the engine's weights, or a subset if it already has all
         due = shapes.keys() & self._own.keys() if self.has_weights else self._own.keys()
         check_shapes(shapes, {name: tuple(self._own[name].shape) for name in due}, engine="the engine")
         self._names, self._converted = [], {}
@@ -153,38 +154,38 @@ class NetworkCopy:
         for name, tensor in bucket:
             own = self._own[name]
             if not own.untyped_storage().nbytes():
-                own.untyped_storage().resize_(own.nbytes)  # the engine's sleep has freed it
+                own.untyped_storage().resize_(own.nbytes)  # the engine freed it when it went to sleep
             own.copy_(tensor)
             self._names.append(name)
             if tensor.dtype != own.dtype:
                 self._converted[name] = bit_hash(tensor.to(own.dtype))
 
     def hashes(self) -> list[Tensor]:
-        """Hashes of the tensors of this weight sync as the engine holds them, then of those that it holds in another type.
+        """Hashes of this weight sync's tensors in the engine, then hashes of the sent tensors that had to be converted.
 
-        To be taken after the last tensor: one that shares memory with another would be overwritten later.
+        Call this after the last tensor has arrived, since a tensor that shares memory with another may be overwritten.
         """
         return [*(bit_hash(self._own[name]) for name in self._names), *self._converted.values()]
 
     def compare(self, sent: Sequence[int], numbers: Sequence[int]) -> None:
-        """Compare the numbers of `hashes` with those of the tensors that were sent; EngineError where one differs."""
+        """Compare the values of `hashes` with the hashes of the tensors sent; raises EngineError if one differs."""
         held, converted = numbers[: len(self._names)], numbers[len(self._names) :]
         due = dict(zip(self._names, sent, strict=True)) | dict(zip(self._converted, converted, strict=True))
         differing = [name for name, number in zip(self._names, held, strict=True) if number != due[name]]
         if differing:
             raise EngineError(
                 f"the weight {differing[0]} differs between trainer and engine after it was copied; run again, and "
-                "report this as a bug if it comes back"
+                "report this as a bug if it happens again"
             )
 
     def finish_sync(self, version: int) -> None:
-        """Let the engine use its tensors, which `read_compared` has compared."""
+        """Make the engine use its tensors, which `read_compared` has compared."""
         self._engine.load_weights(self._own, version)
         self.has_weights = True
 
 
 def read_compared(hashes: Sequence[Tensor], receivers: Sequence[object]) -> list[int]:
-    """The numbers of the hashes of what was sent, compared with what copies hold, in one read of the device."""
+    """Read the hashes of the tensors sent, and compare them with those in copies of the network, in one device read."""
     copies = [receiver for receiver in receivers if isinstance(receiver, NetworkCopy)]
     sent, *found = read_hashes(hashes, *(copy.hashes() for copy in copies))
     for copy, numbers in zip(copies, found, strict=True):
@@ -193,7 +194,7 @@ def read_compared(hashes: Sequence[Tensor], receivers: Sequence[object]) -> list
 
 
 def in_buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors in lists, each ended by the tensor with which it has BUCKET_BYTES."""
+    """Group the tensors into lists; a list ends with the tensor that brings it to BUCKET_BYTES or more."""
     bucket: list[tuple[str, Tensor]] = []
     num_bytes = 0
     for name, tensor in tensors:

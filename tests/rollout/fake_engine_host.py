@@ -100,7 +100,7 @@ class FakeEngine:
         return self._version is not None
 
     def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
-        check_idle("new weights came", self._num_running)
+        check_idle("new weights arrived", self._num_running)
         if "unknown" in shapes:
             raise EngineError("no such weight")
         self._sums = []

@@ -83,7 +83,7 @@ def test_what_cannot_be_rendered_is_one_line() -> None:
     for conversations, message, error in (
         (made(), damaged, "a picture of the request"),
         (made(), said("user", "<|im_end|>"), r"its text contains <\|im_end\|>"),
-        (made(PARTS.processor.max_positions - 4), said("user", QUESTION), "the model has positions for 4 beside"),
+        (made(PARTS.processor.max_positions - 4), said("user", QUESTION), "the model has positions for only 4 before"),
     ):
         with pytest.raises(BadRowError, match=error):
             ask(conversations, message)

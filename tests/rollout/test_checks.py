@@ -21,7 +21,7 @@ def test_an_engine_gets_the_gpus_from_that_of_its_process_on() -> None:
 
 def test_a_family_that_an_engine_is_not_handed_is_refused() -> None:
     check_family("b", ("a", "b"), model="x", setting="vllm", engine="vLLM")
-    with pytest.raises(ConfigError, match=r"vllm, but x is of family idefics3, .* hand to vLLM \(it can a, b\); set"):
+    with pytest.raises(ConfigError, match=r"vllm, but x is of family idefics3, .* with vLLM \(supported: a, b\); set"):
         check_family("idefics3", ("a", "b"), model="x", setting="vllm", engine="vLLM")
 
 

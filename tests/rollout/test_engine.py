@@ -104,7 +104,7 @@ def test_weights_of_another_process_are_copied_into_the_vision_tower() -> None:
 
 def test_a_request_beyond_the_budget_says_what_to_change() -> None:
     parts = tiny("qwen3_vl")
-    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=50; raise that, or lower rollout"):
+    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=50; raise it, or lower rollout"):
         generate(make_engine(parts, 50), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=30)], n=8)
 
 

@@ -62,25 +62,25 @@ def test_the_plain_twin_passes_its_trial() -> None:
 def test_a_wrong_kernel_is_refused_with_where_it_is_wrong(kernel: object, rows: int, keys: int) -> None:
     found = difference(kernel, SHAPE, 16)  # type: ignore[arg-type]
     assert found is not None
-    assert found.startswith(f"{rows} rows of up to {keys} keys are off by ")
+    assert found.startswith(f"for {rows} rows of up to {keys} keys, its outputs have a relative error of ")
 
 
 def test_a_head_size_that_triton_cannot_hold_is_refused() -> None:
     assert (
         paged_refusal(HeadShape(CPU, torch.bfloat16, 4, 2, 80), 32)
-        == "its head size is a power of two from 16 on, not 80"
+        == "its head size must be a power of two and at least 16, not 80"
     )
 
 
 def test_a_run_on_a_gpu_prints_how_it_decodes() -> None:
     text = tiny("qwen3_vl").network.config.text_config
     assert decoding_note(text, META, torch.float32).startswith(
-        "decoding: pages of keys by a Triton kernel (tried on 300 "
+        "decoding: paged attention by a Triton kernel (tried on 300 "
     )
     text.head_dim = 24
     note = decoding_note(text, META, torch.bfloat16)
     assert note.startswith("slow: decoding: ")
-    assert "its head size is a power of two from 16 on, not 24" in note
+    assert "its head size must be a power of two and at least 16, not 24" in note
     assert "three to six times slower" in note
 
 

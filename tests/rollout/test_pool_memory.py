@@ -192,7 +192,7 @@ def test_a_sleeping_engine_frees_its_copies_with_its_memory(gpu: FakeGpu) -> Non
     assert engine.free_memory()
     assert not gpu.pool_bytes
     assert not any(weight.untyped_storage().nbytes() for weight in own.values())
-    with pytest.raises(EngineError, match="were sent; sync them first"):
+    with pytest.raises(EngineError, match="were sent; run a weight sync first"):
         wait_for(engine.wake())
 
 

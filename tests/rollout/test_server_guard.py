@@ -94,7 +94,7 @@ def test_the_key_of_administration_is_made_once_and_this_users_only(tmp_path: Pa
     assert [each.name for each in file.parent.iterdir()] == [KEY_FILE]
     assert file.stat().st_mode & 0o777 == 0o600
     os.chmod(file, 0o640)
-    with pytest.raises(ConfigError, match="others may know this key"):
+    with pytest.raises(ConfigError, match="other users may know this key"):
         made_key(tmp_path / "weights")
 
 

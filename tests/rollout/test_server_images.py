@@ -121,13 +121,13 @@ def test_a_picture_of_too_many_pixels_never_reaches_the_engine() -> None:
 def test_other_addresses_are_refused(part: dict[str, Any], site: Site) -> None:
     given = json.loads(json.dumps(part).replace("{}", f"{site.url}/a.png"))
     status, reason, _ = asked(given, allow_private_addresses=True)
-    assert (status, b"images come as image_url" in reason, site.asked) == (400, True, [])
+    assert (status, b"send images as image_url" in reason, site.asked) == (400, True, [])
 
 
 def test_the_number_of_addresses_is_bounded(site: Site) -> None:
     many = [image(f"{site.url}/a.png")] * (MAX_ADDRESSES + 1)
     status, reason, _ = asked(*many, allow_private_addresses=True)
-    assert (status, reason, site.asked) == (400, b'{"error": "more than 16 images by address"}', [])
+    assert (status, reason, site.asked) == (400, b'{"error": "the request has more than 16 images by address"}', [])
 
 
 def test_an_inherited_variable_opens_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

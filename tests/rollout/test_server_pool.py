@@ -101,7 +101,7 @@ def test_a_server_that_was_started_again_unnoticed_is_prepared_before_it_answers
     assert [each["x-call"] for each in again.headers] == ["0", "0"]
     lost, back = [each for each in caplog.messages if "servers" in each]
     assert lost.startswith(f"rollout.engine.servers: {again.url} is lost: status 409 ('started again'); the others")
-    assert back == f"rollout.engine.servers: {again.url} is back, with the present weights"
+    assert back == f"rollout.engine.servers: {again.url} is back, with the current weights"
 
 
 def test_a_server_that_is_back_is_not_lost_by_a_call_from_before(
@@ -161,7 +161,7 @@ def test_what_a_server_refuses_is_an_error_at_once(started: Callable[..., Endpoi
 
 def test_a_request_that_every_server_loses_is_an_error_in_the_end(started: Callable[..., Endpoint]) -> None:
     servers = [started((500, b"crash")), started((500, b"crash"))]
-    with pytest.raises(EngineError, match=f"lost with each of {MAX_TRIES} servers that it came to"):
+    with pytest.raises(EngineError, match=f"failed on each of the {MAX_TRIES} servers that it was sent to"):
         with_pool(ask, Prepared(), *servers)
     assert sum(len(server.requests) for server in servers) == MAX_TRIES
 
@@ -223,8 +223,6 @@ def test_a_call_of_all_leaves_out_and_prepares_again_what_it_loses(started: Call
 
 def test_an_answer_of_another_form_is_an_error_that_names_the_server(started: Callable[..., Endpoint]) -> None:
     other = started((200, b'{"choices": []}'))
-    with pytest.raises(
-        EngineError, match=rf"{other.url}/ask answers in another form than is expected \(KeyError: 'who"
-    ):
+    with pytest.raises(EngineError, match=rf"{other.url}/ask sends an unexpected response \(KeyError: 'who"):
         with_pool(ask, Prepared(), other)
     assert len(other.requests) == 1

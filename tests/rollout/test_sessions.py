@@ -213,7 +213,7 @@ def test_an_episode_that_is_left_alone_is_left_out() -> None:
     rollout = rolled_out(limited(Games(all_but_one)), n=3)
     assert [group.episodes[0].task.id for group in rollout.groups] == ["train/0", "train/2", "train/3"]
     (reason,) = rollout.unscored
-    assert reason.startswith("all but one of 3 episodes failed; the last: train/1: Games.reply raised KeyError")
+    assert reason.startswith("all but one of 3 episodes failed; the last error: train/1: Games.reply raised KeyError")
     assert rollout.log.metrics()["episodes/failed"] == 2
 
 

@@ -84,7 +84,7 @@ def test_a_weight_that_is_overwritten_on_arrival_is_named(dtype: torch.dtype) ->
     [
         ("abc", 3, "1 that the engine needs were not sent, first c"),
         ("a", 3, "1 that were sent the engine does not have, first b"),
-        ("ab", 2, r"1 have another shape in the engine, first b is \[3\] and not \[2\]"),
+        ("ab", 2, r"1 have a different shape in the engine, first b has shape \[3\] instead of \[2\]"),
     ],
 )
 def test_names_and_shapes_match_on_both_sides(names: str, shape: int, error: str) -> None:

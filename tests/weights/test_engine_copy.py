@@ -99,7 +99,7 @@ def test_an_engine_without_its_weights_neither_wakes_nor_draws() -> None:
     _, _, engine, sync = copied(CASES["all weights"])
     wait_for(sync.sync(0))
     wait_for(engine.sleep())
-    with pytest.raises(EngineError, match="the weights that sleep freed were sent; sync them first"):
+    with pytest.raises(EngineError, match="the weights that sleep freed were sent; run a weight sync first"):
         wait_for(engine.wake())
     with pytest.raises(EngineError, match="asleep; call wake first"):
         draw(engine)

@@ -1,4 +1,4 @@
-"""The embedded engine from its settings, or the plain one for a network without a fast forward."""
+"""Construction of the embedded engine from its settings, or of the plain one for a network without a fast forward."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def make_engine(
     synced: Collection[str] = (),
     can_free_memory: bool = False,
 ) -> EmbeddedEngine | PlainEngine:
-    """Make the engine that samples with this network in this process: embedded, else plain.
+    """Make the engine that samples with this network in this process: the embedded one if it can run it, else plain.
 
-    `synced` are the weights that every weight sync brings, whose memory is the update's while the embedded engine sleeps.
-    `can_free_memory`: an update that runs out of memory frees what the engine keeps, and goes on.
+    `synced` names the weights that every weight sync sends: the embedded engine frees their memory while it sleeps.
+    With `can_free_memory`, an update that runs out of memory frees the engine's memory and continues.
     """
     int8 = settings.decode_weights == "int8"
     device = vlm.device
     if int8 and device.type != "cpu":
         raise ConfigError(
-            f"rollout.engine.decode_weights=int8, but the model is on {device.type} and 8-bit decoding is made for "
-            "CPUs; set rollout.engine.decode_weights=exact"
+            f"rollout.engine.decode_weights=int8, but the model is on {device.type}, and 8-bit decoding runs only "
+            "on CPUs; set rollout.engine.decode_weights=exact"
         )
     if not isinstance(vlm, VLM):
         if int8:

@@ -1,7 +1,7 @@
-"""Continuous batching: the running completions of all requests as rows of one decode batch without holes.
+"""Continuous batching: the running completions of all requests are rows of one decode batch without holes.
 
-The state of all rows lives in tensors on the device, so that a decode step launches the same few operators however many
-rows run; Python handles single rows only when some have finished.
+The state of all rows is in tensors on the device, so that a decode step launches the same few operators for any number
+of rows; Python handles individual rows only when some have finished.
 
 Axes: `B` rows of the batch, `T` tokens of a completion plus one scratch column, `P` prompts, `W` vocabulary,
 `K` banned ids.
@@ -34,21 +34,21 @@ class RowState:
     """Device state of the batch: one entry per row, updated in place."""
 
     length_B: Tensor
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     limit_B: Tensor
-    """Largest number of tokens."""
+    """Maximum number of tokens."""
     running_B: Tensor
     stopped_B: Tensor
     first_position_B: Tensor
-    """Position of the completion's first token, on all axes."""
+    """Position of the completion's first token, equal on all axes."""
     token_B: Tensor
-    """The newest token, input of the next decode step."""
+    """The newest token, which is the input of the next decode step."""
     uniforms_BT: Tensor
-    """The random number that samples each token."""
+    """Uniform random number with which each token is sampled."""
     tokens_BT: Tensor
     logprobs_BT: Tensor
     places_BT: Tensor
-    """Activation-tape place of each token that was fed back (`recorder`)."""
+    """Activation-tape place of each token that was fed to the network (`recorder`)."""
     settings: RowSettings
 
 
@@ -59,20 +59,20 @@ class DecodeStep:
     token_B: Tensor
     position_B: Tensor
     stored_B: Tensor
-    """Completion tokens in the KV cache."""
+    """Number of completion tokens in the KV cache."""
     longest: int
-    """Upper bound of `stored_B` over running rows, known without a wait for the device."""
+    """Upper bound of `stored_B` over running rows, known without waiting for the device."""
     level: bool
-    """`stored_B` is equal in all running rows."""
+    """True if `stored_B` is equal in all running rows."""
     draw: Draw
 
 
 Forward = Callable[[DecodeStep], tuple[Tensor, Tensor]]
-"""The network and the sampler: the next token [B] of every row, with its log-prob [B] (`sample_tokens`)."""
+"""Runs the network and the sampler; returns the next token [B] of every row and its log-prob [B] (`sample_tokens`)."""
 
 
 def completion_of(finished: RemovedRow, text: CompletionText, version: int) -> Completion:
-    """Build the completion of a finished row; EngineError when its log-probs are not finite."""
+    """Build the completion of a finished row; EngineError if its log-probs are not finite."""
     row = finished.row
     finish: FinishReason = "stop" if finished.stopped else "length"
     return make_completion(
@@ -89,7 +89,7 @@ class DecodeBatch:
         self._state: RowState | None = None
         self._needs = needs_of([])
         self._rows_with_stop: list[int] = []
-        """Indices of the rows that their text may end."""
+        """Indices of the rows that may end by their text: by a stop string or at the end of the answer."""
         self._steps = self._longest = self._limit = 0
         self._level = True
 
@@ -97,7 +97,7 @@ class DecodeBatch:
         return len(self.rows)
 
     def add(self, groups: Sequence[Sequence[QueuedRequest]], logits_PW: Tensor) -> None:
-        """Append a row per completion of these requests, and sample their first tokens from prefill's logits.
+        """Append a row per completion of these requests, and sample the first tokens from the logits of the prefill.
 
         The requests of a group have the same prompt.
         """
@@ -110,14 +110,14 @@ class DecodeBatch:
         ]
         self._append(rows, _new_rows(rows, self._device))
         prompt_of_B = [prompt for prompt, group in enumerate(groups) for _ in range(sum(each.n for each in group))]
-        # one prefill serves the n completions of a prompt: they share its logits
+        # the completions of a prompt share the logits of its prefill
         logits_BW = logits_PW[to_device(torch.tensor(prompt_of_B), self._device)]
         self._record(*sample_tokens(logits_BW, self._draw(first)), first)
 
     def resume(self, preempted: Sequence[RemovedRow]) -> None:
-        """Append preempted rows as they were: the next step feeds the newest token of each."""
+        """Append preempted rows in their previous state; the next step feeds the newest token of each."""
         for each in preempted:
-            # as if the row had sampled a token at every step since: `_num_tokens` then needs no count of each row
+            # as if the row had sampled a token in every step, so that `_num_tokens` needs no separate count per row
             each.row.first_step = self._steps + 1 - len(each.token_ids_T)
         rows = [each.row for each in preempted]
         self._append(rows, _restored(_new_rows(rows, torch.device("cpu")), preempted, self._device))
@@ -125,11 +125,11 @@ class DecodeBatch:
     def step(self, forward: Forward, first_place: int = NOT_RECORDED) -> None:
         """Sample one more token per row; `first_place` is the tape place of row 0's activations, if recorded."""
         state = self._live_state()
-        # the newest token is not in the KV cache yet: this step feeds it
+        # the newest token is not in the KV cache yet, because this step feeds it
         stored_B = state.length_B - 1
         if first_place != NOT_RECORDED:
             row_B = torch.arange(len(stored_B), device=self._device)
-            # the tape appends the rows of a step in their order
+            # the tape stores the rows of a step in order
             state.places_BT[row_B, stored_B] = first_place + row_B
         step = DecodeStep(
             token_B=state.token_B,
@@ -140,16 +140,16 @@ class DecodeBatch:
             draw=self._draw(0),
         )
         self._record(*forward(step), 0)
-        # an upper bound kept on the host: reading the true maximum would sync with the device at every step
+        # an upper bound on the host, since reading the exact maximum would wait for the device at every step
         self._longest = min(self._longest + 1, self._limit)
         self._steps += 1
 
     def tokens_after(self, steps: int) -> list[int]:
-        """Tokens of each row that the KV cache holds after so many further steps, at most."""
+        """Upper bound of each row's completion tokens in the KV cache after this many further steps."""
         return [min(self._num_tokens(row) - 1 + steps, row.request.limit_tokens) for row in self.rows]
 
     def wait_for_finished(self) -> list[int]:
-        """Indices of the finished rows; waits for the device, which the steps between two calls do not."""
+        """Wait for the device and return the indices of the finished rows; decode steps do not wait."""
         if self._rows_with_stop:
             lengths = awaited(self._live_state().length_B[self._rows_with_stop]).tolist()
             for index, length in zip(self._rows_with_stop, lengths, strict=True):
@@ -159,17 +159,17 @@ class DecodeBatch:
         return [index for index, is_running in enumerate(running) if not is_running]
 
     def num_stored(self, indices: Sequence[int]) -> list[int]:
-        """Tokens of these rows in the KV cache: all but the last, which was never fed back."""
+        """Completion tokens of these rows in the KV cache: all but the last, which was never fed to the network."""
         lengths: list[int] = awaited(self._live_state().length_B).tolist()
         return [lengths[index] - 1 for index in indices]
 
     def remove(self, indices: Sequence[int]) -> list[RemovedRow]:
-        """Remove finished or preempted rows, closing the holes, and return what they have sampled."""
+        """Remove finished or preempted rows, close the holes, and return the results of the removed rows."""
         state = self._live_state()
         results = _results(state, [self.rows[index] for index in indices], indices)
         moves = fill_holes(len(self.rows), indices)
         moves.in_list(self.rows)
-        # the cache compacts by the same moves: row b stays row b of both
+        # the KV cache compacts by the same moves, so that row indices agree
         self._state = map_tensors(lambda x: _move(x, moves), state)
         if self.rows:
             self._refresh()
@@ -185,7 +185,7 @@ class DecodeBatch:
         return self._state
 
     def _draw(self, first: int) -> Draw:
-        """Draw of the next token of the rows from `first` on."""
+        """Build the sampler's inputs for the next token of the rows from `first` on."""
         state = self._live_state()
         length_B = state.length_B[first:]
         return Draw(
@@ -200,13 +200,13 @@ class DecodeBatch:
 
         Finished rows keep sampling until compaction; those tokens are discarded.
         """
-        # views: what is written below lands in the batch
+        # views, so that the writes below change the batch
         state = map_tensors(lambda x: x[first:], self._live_state())
         row_B, column_B = torch.arange(len(state.length_B), device=self._device), state.length_B
         state.tokens_BT[row_B, column_B] = token_B
         state.logprobs_BT[row_B, column_B] = logprob_B
         state.token_B.copy_(token_B)
-        # a finished row stays at its length, so that it overwrites one column again and again
+        # a finished row keeps its length, so that it always overwrites the same column
         state.length_B.add_(state.running_B)
         stopped_B = state.running_B & torch.isin(token_B, self._stop_ids)
         state.stopped_B.logical_or_(stopped_B)
@@ -218,10 +218,10 @@ class DecodeBatch:
         stop = row.request.sampling.stop
         if not stop:
             return
-        # a stop string may have begun in tokens that were searched before
+        # a stop string may begin in tokens that were searched before
         start = max(0, row.searched_tokens - self._text.tail_tokens(stop))
         tokens = awaited(state.tokens_BT[index, start:length]).tolist()
-        # token by token, since several decode steps may lie between two waits
+        # checked token by token, since there may be several decode steps between two waits
         for end in range(row.searched_tokens + 1, length + 1):
             if self._text.holds_stop(tokens[: end - start], stop):
                 self._stop(index, end)
@@ -241,7 +241,7 @@ class DecodeBatch:
             row.answer_from += self._text.first_answer_token(tokens, end)
 
     def _stop(self, index: int, length: int) -> None:
-        """Finish a row after so many tokens, or fewer where it is finished already."""
+        """Finish a row at this length, or earlier if it has already finished."""
         state = self._live_state()
         state.length_B[index].clamp_(max=length)
         state.stopped_B[index] = True
@@ -259,16 +259,19 @@ class DecodeBatch:
         self._longest, self._level = max(counts), len(counts) == 1
 
     def _num_tokens(self, row: DecodeRow) -> int:
-        """Tokens of a row, known without a wait for the device; a row that has finished since the last one may have fewer."""
+        """Number of tokens of a row, known without waiting for the device.
+
+        A row that has finished since the last wait may have fewer.
+        """
         return self._steps + 1 - row.first_step
 
 
 def _new_rows(rows: Sequence[DecodeRow], device: torch.device) -> RowState:
     """State of new rows, which have no tokens yet."""
     requests = [row.request for row in rows]
-    # one scratch column: a row that finishes at its limit keeps sampling into it
+    # one scratch column, into which a row keeps sampling after it has finished at its limit
     room = max(request.limit_tokens for request in requests) + 1
-    # all random numbers of a request at once, so that they do not depend on what runs beside it
+    # all random numbers of a request at once, so that they do not depend on the other rows of the batch
     numbers = {r: torch.from_numpy(uniforms(r.sampling.seed, r.n, r.limit_tokens)) for r in dict.fromkeys(requests)}
     own = [numbers[row.request][row.index] for row in rows]
     uniforms_BT = to_device(torch.stack([F.pad(u, (0, room - len(u))) for u in own]), device)
@@ -292,7 +295,7 @@ def _new_rows(rows: Sequence[DecodeRow], device: torch.device) -> RowState:
 
 
 def _restored(new: RowState, preempted: Sequence[RemovedRow], device: torch.device) -> RowState:
-    """State of rows that go on, on the device; `new`, their state without tokens on the host, is overwritten."""
+    """State of resumed rows on the device; overwrites `new`, their state on the host without tokens."""
     for index, each in enumerate(preempted):
         length = len(each.token_ids_T)
         new.length_B[index], new.token_B[index] = length, int(each.token_ids_T[-1])
@@ -303,10 +306,10 @@ def _restored(new: RowState, preempted: Sequence[RemovedRow], device: torch.devi
 
 
 def _results(state: RowState, rows: Sequence[DecodeRow], indices: Sequence[int]) -> list[RemovedRow]:
-    """Copy the results of these rows to the host, in two transfers: one of whole numbers, one of log-probs."""
+    """Copy the results of these rows to the host in two transfers, one of integers and one of log-probs."""
     index = to_device(torch.tensor(indices), state.length_B.device)
     of_rows = map_tensors(lambda x: x[index], state)
-    # side by side: each transfer makes the host wait for the device
+    # concatenated, since the host waits for the device at every transfer
     columns = (of_rows.length_B[:, None], of_rows.stopped_B[:, None], of_rows.tokens_BT, of_rows.places_BT)
     numbers, logprobs = awaited(torch.cat(columns, dim=1)).cpu().numpy(), awaited(of_rows.logprobs_BT).cpu().numpy()
     lengths, stopped = numbers[:, 0].tolist(), (numbers[:, 1] > 0).tolist()
@@ -324,7 +327,7 @@ def _results(state: RowState, rows: Sequence[DecodeRow], indices: Sequence[int])
 
 
 def _stack(first: Tensor, second: Tensor) -> Tensor:
-    """Concatenate rows; tensors over T are padded to the longer one."""
+    """Concatenate rows; tensors with a T axis are padded to the longer one."""
     if first.ndim == 1:
         return torch.cat([first, second])
     longest = max(first.shape[1], second.shape[1])
@@ -332,7 +335,7 @@ def _stack(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _move(rows: Tensor, moves: Moves) -> Tensor:
-    """Compact rows in place; returns a view of those that stay."""
+    """Compact rows in place; returns a view of the remaining ones."""
     if moves.sources:
         sources, targets = moves.index(rows.device)
         rows[targets] = rows[sources]

@@ -24,15 +24,15 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """A compaction: row `sources[i]` moves to row `targets[i]`, then the first `count` rows stay."""
+    """A compaction: row `sources[i]` moves to row `targets[i]`, and only the first `count` rows are kept."""
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     count: int
 
     def index(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Sources and targets as index tensors on a device."""
-        # one tensor, and so one transfer
+        """Return sources and targets as index tensors on a device."""
+        # one tensor needs only one transfer
         sources, targets = to_device(torch.tensor([self.sources, self.targets], dtype=torch.long), device)
         return sources, targets
 
@@ -44,11 +44,11 @@ class Moves:
 
 
 def fill_holes(count: int, finished: Sequence[int]) -> Moves:
-    """The compaction of `count` rows of which these have finished."""
+    """Compute the compaction of `count` rows after the given ones have finished."""
     # the last rows fill the holes, so that few rows move and the others keep their index
     left = count - len(finished)
     gone = set(finished)
-    # as many running rows lie beyond `left` as holes before it; sources and targets never overlap
+    # there are as many running rows from `left` on as holes before it; sources and targets never overlap
     return Moves(
         sources=tuple(row for row in range(left, count) if row not in gone),
         targets=tuple(row for row in finished if row < left),
@@ -57,8 +57,8 @@ def fill_holes(count: int, finished: Sequence[int]) -> Moves:
 
 
 def grown_capacity(capacity: int, needed: int) -> int:
-    """A capacity for `needed` entries: unchanged if it suffices, else at least doubled."""
-    # doubling keeps the copies per row constant on average
+    """Capacity for `needed` entries: unchanged if it suffices, else at least doubled."""
+    # doubling keeps the average number of copies per row constant
     return capacity if needed <= capacity else max(needed, 2 * capacity)
 
 
@@ -68,10 +68,10 @@ Store = Callable[[int, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpan:
-    """Tokens `start` to `end` of one prompt in the cache."""
+    """The tokens from `start` to `end` of one prompt in the cache."""
 
     prompt: int
-    """Index among the prompts in the cache."""
+    """Index of the prompt among those in the cache."""
     start: int
     end: int
 
@@ -81,48 +81,48 @@ class Cache(Protocol):
 
     @property
     def states(self) -> DeltaStates | None:
-        """The states of the same rows, of a decoder with delta nets."""
+        """Delta-net states of the same rows; None for a decoder without delta nets."""
         ...
 
     def cost(self, request: QueuedRequest) -> int:
-        """Most tokens that this request can take if the cache holds nothing else."""
+        """Maximum number of cache tokens that this request can need by itself."""
         ...
 
     def fits(self, requests: Sequence[QueuedRequest]) -> bool:
-        """True if these requests can be added to what the cache holds."""
+        """True if there is room for these requests in addition to the rows in the cache."""
         ...
 
     def add(self, requests: Sequence[QueuedRequest]) -> int:
-        """Append their prompts, and n empty rows for each; returns the index of the first prompt."""
+        """Append the requests' prompts, and n empty rows for each; returns the index of the first prompt."""
         ...
 
     def writer(self, spans: Sequence[TokenSpan]) -> Store:
-        """Returns a function that stores a prefill pass over these spans, layer by layer."""
+        """Return a function that stores the keys and values of a prefill pass over these spans, layer by layer."""
         ...
 
     def reserve(self, tokens_B: Sequence[int]) -> bool:
-        """Make room for so many completion tokens in each row; False, and nothing changed, where memory is short."""
+        """Make room for these numbers of completion tokens; returns False without any change if memory is short."""
         ...
 
     def prompt(self, layer: int, span: TokenSpan) -> tuple[Tensor, Tensor]:
-        """Keys and values [J, span.end, D] of a prompt, from its first token to the end of the span."""
+        """Return keys and values [J, span.end, D] of a prompt, from its first token to the end of the span."""
         ...
 
     def remove(self, finished: Sequence[int]) -> None:
-        """Drop finished rows, and the prompts that have no row left."""
+        """Remove finished rows, and prompts without remaining rows."""
         ...
 
     def copy_row(self, row: int, tokens: int) -> list[Tensor]:
-        """Copies of the keys and values of a row and its prompt, [2, J, prompt + tokens, D] per layer."""
+        """Copy the keys and values of a row and its prompt, [2, J, prompt + tokens, D] per layer."""
         ...
 
     def clear(self) -> None:
-        """Drop all rows and prompts."""
+        """Remove all rows and prompts."""
         ...
 
     def step(self, stored_B: Tensor, longest: int, level: bool) -> Attend:
-        """Attention of a decode step: one more token per row, after `stored_B` tokens of its completion.
+        """Return the attention of a decode step: one more token per row, after `stored_B` tokens of its completion.
 
-        `longest` bounds `stored_B` in running rows; `level` says that it is equal in all of them.
+        `longest` is an upper bound of `stored_B` in running rows; `level` says that it is equal in all of them.
         """
         ...

@@ -23,15 +23,16 @@ from fovea.rollout.embedded.sampler import Draw, RowSettings, SamplingNeeds, sam
 from fovea.utils.tensor_records import map_tensors
 
 FEWEST_ROWS, LAST_DOUBLING = 8, 256
-"""Rows that graphs are captured for: 8 and its doublings, beyond 256 those in the middle of two as well. Below some 300
-rows decoding is bound by reading weights, so that rows of padding cost little: some 5 % of the decode steps of 512 rows
-that finish one after the other, for 8 captures. Steps of 16 and 32 rows would cost 1.5 %, for 24 captures."""
+"""Numbers of rows for which graphs are captured: 8 and its doublings, and beyond 256 also the middle of two doublings.
+Below about 300 rows decoding is bound by reading weights, so padding rows are cheap: with these 8 captures, they cost
+about 5 % of the decode steps of 512 rows that finish one after the other. Sizes in steps of 16 and 32 rows would cost
+1.5 %, but need 24 captures."""
 
 Output = TypeVar("Output")
 SampledTokens: TypeAlias = tuple[Tensor, Tensor]
 """Tokens [B] and their log-probs [B]."""
 Capture = Callable[[Callable[[], SampledTokens]], Callable[[], SampledTokens]]
-"""Captures a function without arguments; the result replays it on the same memory."""
+"""Captures a function without arguments; returns a function that replays it on the same memory."""
 
 
 class Stepper:
@@ -41,7 +42,7 @@ class Stepper:
         self._vlm, self._weights, self._shape, self._cache = vlm, weights, shape, cache
 
     def __call__(self, step: DecodeStep) -> SampledTokens:
-        """Draw the next token of every row."""
+        """Sample the next token of every row."""
         attend = self._cache.step(step.stored_B, step.longest, step.level)
         return sample_tokens(self.logits(step.token_B, step.position_B, attend), step.draw)
 
@@ -56,16 +57,16 @@ class Stepper:
 class GraphStepper:
     """Replays decode steps as CUDA graphs; valid while weights and page pool keep their addresses.
 
-    Drawing is part of the graph: it is some fifty small kernels, each of which would be launched by the host.
+    Sampling is part of the graph: it consists of about fifty small kernels, which the host would launch one by one.
     """
 
     def __init__(self, eager: Stepper, cache: PagedCache, banned_K: Tensor, capture: Capture) -> None:
         self._pages = cache
-        # not a method: a cycle of references would hold the page pool until Python looks for cycles
+        # not a bound method: a reference cycle would keep the page pool alive until a garbage collection
         self._graphs = DecodeGraphs(partial(_decode_and_sample, eager, cache, banned_K), capture)
 
     def __call__(self, step: DecodeStep) -> SampledTokens:
-        """Draw the next token of every row."""
+        """Sample the next token of every row."""
         return self._graphs(
             step.draw.needs,
             GraphInputs(
@@ -82,7 +83,7 @@ class GraphStepper:
 def _decode_and_sample(
     eager: Stepper, pages: PagedCache, banned_K: Tensor, inputs: GraphInputs, needs: SamplingNeeds
 ) -> SampledTokens:
-    """Decode and draw from static inputs: what is captured."""
+    """Decode and sample from static inputs; this is the function that is captured."""
     attend = pages.attention(inputs.table_BX, inputs.tokens_B)
     draw = Draw(uniform_B=inputs.uniform_B, settings=inputs.settings, needs=needs, banned_K=banned_K)
     return sample_tokens(eager.logits(inputs.token_B, inputs.position_B, attend), draw)
@@ -90,46 +91,46 @@ def _decode_and_sample(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphInputs:
-    """Inputs of a captured decode step, besides weights, pages and what is the same for all rows."""
+    """Inputs of a captured decode step that have one entry per row; weights, pages and banned ids are not included."""
 
     token_B: Tensor
     position_B: Tensor
     tokens_B: Tensor
-    """Tokens of each row in the cache."""
+    """Number of tokens of each row in the cache."""
     table_BX: Tensor
     uniform_B: Tensor
     settings: RowSettings
 
     def copy_from(self, other: GraphInputs) -> None:
-        """Copy the inputs into the first rows, and pad the others."""
+        """Copy inputs into the first rows, and make the remaining rows padding."""
         rows = len(other.token_B)
         map_tensors(lambda mine, others: mine[:rows].copy_(others), self, other)
-        # padding rows attend to one token of the scratch page, and write there; nobody reads what they draw
+        # padding rows attend to one token of the scratch page, and write there; their sampled tokens are never read
         self.tokens_B[rows:] = 0
         self.table_BX[rows:] = SCRATCH
 
 
 StepFunction = Callable[[GraphInputs, SamplingNeeds], SampledTokens]
-"""The captured computation; the operations that are needed are part of what is captured."""
+"""The computation to capture; the sampling operations that are needed are fixed at the capture."""
 
 
 def rerun(function: Callable[[], SampledTokens]) -> Callable[[], SampledTokens]:
-    """Stand-in for a capture: returns the function itself. Tests use it to cover padding and choice of graph."""
+    """Return the function itself instead of capturing it; tests use this to cover padding and the choice of graph."""
     return function
 
 
 class CudaCapture:
-    """Captures CUDA graphs whose memory is one pool; not run by the tests, which have no CUDA device.
+    """Captures CUDA graphs that share one memory pool; not covered by the tests, which run without a CUDA device.
 
-    What one graph leaves is overwritten by the next, so that all of them take the memory of the largest. An output must
-    be read before another graph is replayed.
+    Each graph overwrites the results of the others, so that all of them together need the memory of the largest one. An
+    output must be read before another graph is replayed.
     """
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def __call__(self, function: Callable[[], Output]) -> Callable[[], Output]:
-        # a first run outside of the capture, on a side stream, as PyTorch's manual asks: libraries start themselves
+        # a warm-up run on a side stream, as PyTorch's documentation requires: libraries initialize on first use
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -149,33 +150,33 @@ class CudaCapture:
 
 
 def captured_rows(rows: int) -> int:
-    """Number of rows of the graph that runs so many, of which the others are padding."""
+    """Number of rows of the graph that decodes this many rows; the remaining ones are padding."""
     doubling = max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
     middle = doubling * 3 // 4
     return middle if rows <= middle and doubling > LAST_DOUBLING else doubling
 
 
 class DecodeGraphs:
-    """CUDA graphs of the decode step: per number of rows (`captured_rows`), width of the page table and sampling needs.
+    """CUDA graphs of the decode step, by number of rows (`captured_rows`), page table width and sampling needs.
 
-    All sizes up to that of the first step are captured then, the largest first: the others fit into its memory, and as
-    rows finish nothing is left to capture.
+    The first step captures all sizes up to its own, the largest first: the others then fit into its memory, and nothing
+    is left to capture as rows finish.
     """
 
     def __init__(self, run: StepFunction, capture: Capture) -> None:
-        """Capture calls of `run`, which must read and write the same memory as long as this object is in use."""
+        """`run` is the function to capture; it must read and write the same memory while this object is in use."""
         self._run, self._capture = run, capture
         self._graphs: dict[tuple[int, int, SamplingNeeds], tuple[GraphInputs, Callable[[], SampledTokens]]] = {}
         """Static inputs and replay function by (rows, width of the page table, needs)."""
 
     def __call__(self, needs: SamplingNeeds, inputs: GraphInputs) -> SampledTokens:
-        """Draw the next tokens; the next call overwrites them."""
+        """Sample the next token of every row; the next call overwrites the results."""
         rows, width = inputs.table_BX.shape
         key = (captured_rows(rows), width, needs)
         if key not in self._graphs:
             self._capture_up_to(*key, inputs)
         static, replay = self._graphs[key]
-        # the graph reads the addresses of its capture
+        # the graph reads from the addresses at which it was captured
         static.copy_from(inputs)
         token_B, logprob_B = replay()
         return token_B[:rows], logprob_B[:rows]
@@ -188,6 +189,6 @@ class DecodeGraphs:
     def _captured(
         self, inputs: GraphInputs, size: int, needs: SamplingNeeds
     ) -> tuple[GraphInputs, Callable[[], SampledTokens]]:
-        # the graph reads these tensors at every replay: inputs are copied into them; zeros are the scratch page
+        # every replay reads these tensors, into which inputs are copied; page 0 is the scratch page
         static = map_tensors(lambda x: x.new_zeros(size, *x.shape[1:]), inputs)
         return static, self._capture(partial(self._run, static, needs))

@@ -1,7 +1,7 @@
 """The dense KV cache: one buffer of padded rows for prompts, each stored once, and one for completions.
 
-Both buffers are compacted when rows finish, and grow by doubling, in rows and in tokens, instead of reserving the full
-length: memory stays within a small multiple of what is in use.
+Both buffers are compacted when rows finish, and grow in rows and tokens by doubling instead of reserving the full
+length, so that their memory stays within a small multiple of what is in use.
 
 Axes: `B` rows of the decode batch, `J` key heads, `D` width of a head, `N` tokens of a prefill pass, `T` capacity in
 tokens, `X` rows of a buffer.
@@ -27,24 +27,24 @@ class Sharing:
     """Index tensors that group the rows of the batch by prompt."""
 
     row_PG: Tensor
-    """Row indices of each prompt; padding points at row 0."""
+    """Row indices of each prompt; padding points to row 0."""
     flat_index_B: Tensor
     """Index of each row in the flattened `row_PG`."""
     in_order: bool
-    """The groups have one size and their rows are contiguous: a reshape replaces both index operations."""
+    """True if all groups have the same size and contiguous rows, so that a reshape replaces both index operations."""
     longest: int
-    """Tokens of the longest prompt."""
+    """Number of tokens of the longest prompt."""
     mask_P11L: Tensor | None
-    """Additive mask, -inf beyond each prompt; None when all are equally long."""
+    """Additive mask, -inf after the end of each prompt; None if all prompts are equally long."""
 
 
 def sharing(prompt_of_row: Sequence[int], prompt_lengths: Sequence[int], device: torch.device) -> Sharing:
-    """Group rows by prompt; the rows may be in any order, as compaction leaves them."""
+    """Group rows by prompt; the rows may be in any order, for example after compaction."""
     prompt_B = torch.tensor(prompt_of_row)
     count_P = torch.bincount(prompt_B, minlength=len(prompt_lengths))
     order_B = prompt_B.argsort(stable=True)
     first_P = count_P.cumsum(0) - count_P
-    # place of each row among the rows of its prompt
+    # index of each row among the rows of its prompt
     rank_B = torch.empty_like(order_B)
     rank_B[order_B] = torch.arange(len(order_B)) - first_P[prompt_B[order_B]]
     row_PG = torch.zeros(len(prompt_lengths), int(count_P.max()), dtype=torch.long)
@@ -62,13 +62,13 @@ def sharing(prompt_of_row: Sequence[int], prompt_lengths: Sequence[int], device:
 
 
 def length_mask(lengths_X: Tensor, size: int) -> Tensor:
-    """Additive mask [X, 1, 1, size]: -inf from each length on."""
+    """Additive mask [X, 1, 1, size], -inf from each length on."""
     hidden = torch.arange(size, device=lengths_X.device) >= lengths_X[:, None]
     return torch.zeros(hidden.shape, device=lengths_X.device).masked_fill_(hidden, -torch.inf)[:, None, None]
 
 
 class DenseAttention:
-    """Attention of one decode step: a product per prompt for all its rows, and one per row for its own tokens."""
+    """Attention of one decode step: one product per prompt for all of its rows, and one per row for its own tokens."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class DenseAttention:
         self._row_B = torch.arange(len(stored_B), device=stored_B.device)
 
     def __call__(self, layer: int, query_BHD: Tensor, key_BJD: Tensor, value_BJD: Tensor) -> Tensor:
-        """Store the new keys and values, and attend; returns [B, H, D]."""
+        """Store the new keys and values, and compute attention; returns [B, H, D]."""
         keys_BJTD, values_BJTD = self._own[layer]
         self._write(keys_BJTD, key_BJD)
         self._write(values_BJTD, value_BJD)
@@ -96,14 +96,14 @@ class DenseAttention:
         shared, shared_lse = (
             self._by_row(x) for x in _attend(query_PJYD, keys_PJLD, values_PJLD, self._shared.mask_P11L)
         )
-        # softmax over both = the average of both softmaxes, weighted by their sums of exponentials
+        # a softmax over both parts is the average of their softmaxes, weighted by their sums of exponentials
         merged_BJQD = torch.lerp(shared, own, torch.sigmoid(own_lse - shared_lse))
         return merged_BJQD.flatten(1, 2).to(query_BHD.dtype)
 
     def _write(self, stored_BJTD: Tensor, new_BJD: Tensor) -> None:
-        """Write this step's keys or values, one token per row."""
+        """Write the keys or values of this step, one token per row."""
         if self._own_mask is None:
-            # all running rows are equally long and write the last column; what finished rows write there is never read
+            # all running rows are equally long and write to the last column; writes of finished rows are never read
             stored_BJTD[:, :, -1] = new_BJD
         else:
             stored_BJTD[self._row_B, :, self._stored_B] = new_BJD
@@ -115,7 +115,7 @@ class DenseAttention:
         return x_BJQD[self._shared.row_PG]
 
     def _by_row(self, x_PJYD: Tensor) -> Tensor:
-        """Ungroup to rows: [B, J, Q, D]."""
+        """Undo the grouping by prompt: [B, J, Q, D]."""
         x_PGJQD = x_PJYD.unflatten(2, (self._shared.row_PG.shape[1], -1)).transpose(1, 2)
         rows: Tensor = x_PGJQD.flatten(0, 1)
         return rows if self._shared.in_order else rows[self._shared.flat_index_B]
@@ -126,7 +126,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) ->
     scores = (query @ keys.mT).float()
     if mask is not None:
         scores += mask
-    # by hand: softmax and logsumexp would each compute the maximum and the exponentials
+    # not softmax and logsumexp, each of which would compute the maximum and the exponentials
     peak = scores.amax(dim=-1, keepdim=True)
     weights = scores.sub_(peak).exp_()
     total = weights.sum(dim=-1, keepdim=True)
@@ -134,7 +134,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) ->
 
 
 FIRST_TOKENS = 64
-"""Initial capacity of a completion: many answers are shorter, and each doubling costs a copy."""
+"""Initial capacity of a completion in tokens: many answers are shorter, and each doubling costs a copy."""
 
 
 class KeyValues:
@@ -150,43 +150,44 @@ class KeyValues:
 
     @property
     def room(self) -> int:
-        """Capacity of a row in tokens."""
+        """Capacity of each row in tokens."""
         return self.layers[0].shape[3]
 
     def reserve(self, rows: int, tokens: int, *, live: tuple[int, int], most_tokens: int) -> None:
-        """Grow the buffers to this capacity, keeping the `live` (rows, tokens) part; does nothing if it suffices.
+        """Grow the buffers to this capacity, keeping the `live` (rows, tokens) part; does nothing if there is room.
 
-        A dimension that must grow doubles, tokens up to `most_tokens`.
+        A dimension that must grow at least doubles, but tokens grow to `most_tokens` at most.
         """
         if rows <= self.rows and tokens <= self.room:
             return
         two, _, heads, _, width = self.layers[0].shape
-        # the dimension that need not grow shrinks to what is asked for: many short rows, then a few long ones, must not
-        # add up to many long ones
+        # a dimension that need not grow shrinks to the requested size: many short rows, followed by a few long ones,
+        # must not allocate many long ones
         new_rows = rows if rows <= self.rows else grown_capacity(self.rows, rows)
         new_tokens = tokens if tokens <= self.room else min(grown_capacity(self.room, tokens), most_tokens)
         kept_rows, kept_tokens = live
         for layer, old in enumerate(self.layers):
-            # zeros, since a masked position must not hold NaN: 0 * NaN is NaN
+            # zeros, since masked positions must not hold NaN: 0 * NaN is NaN
             new = old.new_zeros(two, new_rows, heads, new_tokens, width)
             new[:, :kept_rows, :, :kept_tokens] = old[:, :kept_rows, :, :kept_tokens]
             self.layers[layer] = new
 
     def move(self, moves: Moves, tokens: int) -> None:
-        """Compact the rows; only the first `tokens` of each are copied."""
+        """Compact the rows; copies only the first `tokens` of each row."""
         if not moves.sources:
             return
         sources, targets = moves.index(self.layers[0].device)
         for layer in self.layers:
             used = layer[:, :, :, :tokens]
-            # safe in place: sources and targets never overlap
+            # safe in place, because sources and targets never overlap
             used[:, targets] = used[:, sources]
 
 
 class DenseCache:
-    """KV cache for plain matrix products: for CPUs, and devices without a paged kernel.
+    """KV cache for plain matrix products, for CPUs and for devices without a paged kernel.
 
-    A request is admitted at its worst case, so that no row is ever preempted: activations on the tape stay in order.
+    A request is admitted only if its worst case fits. Rows are thus never preempted, and activations stay in order on
+    the tape.
     """
 
     def __init__(self, shape: DecoderShape, like: Tensor, *, num_tokens: int) -> None:
@@ -196,7 +197,7 @@ class DenseCache:
         self.clear()
 
     def clear(self) -> None:
-        # new, empty buffers: the update needs the memory between rollouts
+        # replaced by empty buffers, since the update needs the memory between rollouts
         shape, like = self._shape, self._like
         self._prompts = KeyValues(shape, like)
         self._own = KeyValues(shape, like)
@@ -206,7 +207,7 @@ class DenseCache:
         self._prompt_of_row: list[int] = []
         self._limits: list[int] = []
         self._used_tokens = 0
-        # computed when first needed after rows came or went
+        # computed when it is first needed after rows were added or removed
         self._sharing: Sharing | None = None
 
     def cost(self, request: QueuedRequest) -> int:
@@ -215,7 +216,7 @@ class DenseCache:
     def fits(self, requests: Sequence[QueuedRequest]) -> bool:
         prompts = [*self._prompt_lengths, *(request.prompt.num_tokens for request in requests)]
         limits = [*self._limits, *(request.limit_tokens for request in requests for _ in range(request.n))]
-        # padded to the longest of each, as the buffers are
+        # padded to the longest prompt and row, as the buffers are
         return len(prompts) * max(prompts) + len(limits) * (max(limits) + self._state_tokens) <= self._num_tokens
 
     def reserve(self, tokens_B: Sequence[int]) -> bool:
@@ -229,7 +230,7 @@ class DenseCache:
             self._prompt_of_row.extend([index] * request.n)
             self._limits.extend([request.limit_tokens] * request.n)
         longest_now, limit = max(self._prompt_lengths), max(self._limits)
-        # prompts of a task are about as long as each other: a quarter of headroom instead of a doubling
+        # prompts have similar lengths, so a quarter of headroom replaces the doubling
         self._prompts.reserve(
             len(self._prompt_lengths), longest_now, live=(first, longest), most_tokens=longest_now + longest_now // 4
         )

@@ -1,10 +1,10 @@
-"""The embedded engine: continuous batching in the trainer's process, on the trainer's own tensors.
+"""The embedded engine: continuous batching in the trainer's process, with the trainer's own tensors.
 
-The images of a prompt are encoded once and the prompt is prefilled once for its n completions, and for those of equal
-prompts that are admitted with it. A completion depends only on its own request: random numbers come from the request's
+A prompt's images are encoded once and the prompt is prefilled once, for its n completions and for equal prompts that
+are admitted together with it. A completion depends only on its own request: random numbers come from the request's
 seed, and attention never crosses rows.
 
-`scheduler` says which requests run next, `memory` what the engine keeps and frees when.
+`scheduler` decides which requests run next, and `memory` what memory the engine keeps and when it frees it.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class EmbeddedEngine:
         synced: Collection[str] = (),
         can_free_memory: bool = False,
     ) -> None:
-        """`max_batch_tokens` None: by free memory on a GPU.
+        """Without `max_batch_tokens`, the size of the KV cache on a GPU follows the free memory.
 
         `tape` records activations for the update; a tape of linear outputs needs `tuning.keeps_outputs_in_order`.
-        `synced` are the weights whose memory `sleep` may free: copies of the policy's, which every weight sync brings.
-        `can_free_memory`: an update that runs out of memory calls `free_memory` and goes on.
+        `synced` names the weights whose memory `sleep` may free: copies of the policy's that every weight sync sends.
+        With `can_free_memory`, an update that runs out of memory calls `free_memory` and continues.
         """
         if tape is not None and tape.holds_linears and not tuning.keeps_outputs_in_order:
             raise ValueError(
                 "a tape of linear outputs needs exact decoding over the dense cache with a wait at every step; leave "
-                "int8_decoding, cache and decode_steps_per_wait of Tuning unset, or give a tape without widths"
+                "int8_decoding, cache and decode_steps_per_wait of Tuning unset, or pass a tape without widths"
             )
         self._vlm = vlm
         self._tape = tape
@@ -88,7 +88,7 @@ class EmbeddedEngine:
         self._version = 0
         self._prefill_work = PrefillWork(vlm.family.work)
         self._may_approximate = True
-        """True if all running requests accept approximate weights."""
+        """True if all running requests allow approximate weights."""
         self._asleep = False
         copied = [weight for name, weight in self.own_weights() if name in synced]
         pool = PoolMemory(
@@ -102,9 +102,9 @@ class EmbeddedEngine:
         self._worker: asyncio.Task[None] | None = None
 
     async def generate(self, request: Request) -> Sequence[Completion]:
-        """Sample n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
+        """Sample n completions of one prompt; EngineError if they exceed the token budget, or while asleep."""
         if self._asleep:
-            raise EngineError("a request to an engine that is asleep; call wake first")
+            raise EngineError("a request reached an engine that is asleep; call wake first")
         prompt = request.prompt
         positions_3L, first_position = self._vlm.family.positions(prompt.token_ids_L, prompt.images, 0)
         queued = QueuedRequest(
@@ -118,8 +118,8 @@ class EmbeddedEngine:
             if needed > self.memory.tokens:
                 raise EngineError(
                     f"a prompt of {prompt.num_tokens} tokens with {request.n} completions of up to "
-                    f"{request.sampling.max_new_tokens} needs {needed} cache tokens, and rollout.engine."
-                    f"max_batch_tokens={self.memory.tokens}; raise that, or lower rollout.samples_per_prompt or "
+                    f"{request.sampling.max_new_tokens} needs {needed} cache tokens, but rollout.engine."
+                    f"max_batch_tokens={self.memory.tokens}; raise it, or lower rollout.samples_per_prompt or "
                     "rollout.max_new_tokens"
                 )
             self._scheduler.submit(queued)
@@ -135,9 +135,9 @@ class EmbeddedEngine:
         self._asleep = True
 
     def free_memory(self) -> bool:
-        """Free what is kept for the next rollout only: pool and graphs, and the copied weights while asleep.
+        """Free memory that only the next rollout needs: pool, graphs and, while asleep, the copied weights.
 
-        False where that is nothing, or requests run.
+        Returns False if there is nothing to free, or if requests are running.
         """
         if self.memory.cache is None or self._busy:
             return False
@@ -145,10 +145,10 @@ class EmbeddedEngine:
         return True
 
     async def wake(self) -> None:
-        """Accept requests again; EngineError if weights were freed and not synced since."""
+        """Accept requests again; EngineError if weights were freed and have not been sent since."""
         if not self.memory.has_copied_weights:
-            raise EngineError("wake was called before the weights that sleep freed were sent; sync them first")
-        # version 0 is that of the warm-up, whose updates take less
+            raise EngineError("wake was called before the weights that sleep freed were sent; run a weight sync first")
+        # version 0 belongs to the warm-up, whose updates need less memory
         if self._asleep and self._version:
             self.memory.measure_update()
         self._asleep = False
@@ -171,18 +171,18 @@ class EmbeddedEngine:
 
     @property
     def repeats_in_rounds(self) -> bool:
-        """True on a CPU (`schedule.RoundsByLoad`): the number of rows decides how a product of matrices is rounded."""
+        """True on a CPU, where the rounding of a matrix product depends on its number of rows (`schedule`)."""
         return self._device.type == "cpu"
 
     def own_weights(self) -> Weights:
-        """The tensors of the network, named by `models.trainable.factored_weights`."""
+        """Return the tensors of the network, named by `models.trainable.factored_weights`."""
         return ((name, weight.detach()) for name, weight in factored_weights(self._vlm.network))
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take references to the language model's tensors; copy those of the vision tower unless they are shared."""
+        """Keep references to the language model's tensors, and copy the vision tower's unless they are shared."""
         if self._busy:
-            raise EngineError("new weights while the engine is generating completions; await them first")
-        # nothing trains a buffer, and no weight sync has one
+            raise EngineError("new weights arrived while the engine is generating completions; await them first")
+        # buffers are never trained, and weight syncs do not send them
         named = dict(self._vlm.network.named_buffers()) | dict(weights)
         own = dict(factored_weights(self._vlm.network))
         language = self._vlm.family.language_path
@@ -201,11 +201,11 @@ class EmbeddedEngine:
         self._addresses = addresses
 
     def prefill_metrics(self) -> Metrics:
-        """Metrics of the prefill since the last call."""
+        """Return the metrics of the prefill since the last call."""
         return self._prefill_work.take()
 
     async def _run(self) -> None:
-        """Serve the queue until it is empty; a failure reaches every caller."""
+        """Serve the queue until it is empty; a failure is raised in every waiting caller."""
         cache = self.memory.ready_cache(self._loaded_weights().embed)
         batch = DecodeBatch(self._device, self._stop_ids, self._vlm.banned_K, self._text)
         try:
@@ -222,7 +222,7 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def _admit(self, batch: DecodeBatch, cache: Cache) -> None:
-        """Prefill the queued requests that fit; completions go on, or sample their first token."""
+        """Prefill the queued requests that fit; then resume preempted rows, and sample first tokens of new rows."""
         admitted = self._scheduler.admit(cache, self.memory.turns)
         if not admitted:
             return
@@ -243,7 +243,7 @@ class EmbeddedEngine:
     def _prefill(
         self, groups: Sequence[Sequence[QueuedRequest]], cache: Cache, recorder: Recorder, *, alone: bool
     ) -> Tensor:
-        """Run the prompt of each group; returns the logits [P, W] of the tokens that follow them."""
+        """Run the prompt of each group; returns the logits [P, W] of the tokens after the prompts."""
         weights, requests = self._loaded_weights(), [as_one(group) for group in groups]
         row = prefill_row(self._vlm, weights, requests, recorder.features(requests, alone=alone))
         hidden_PE = prefill(row, weights, self._shape, requests, cache, recorder, self._tuning.pass_tokens)
@@ -258,7 +258,7 @@ class EmbeddedEngine:
         """Run the decode steps until the next wait, then remove finished rows."""
         if not batch.rows:
             return
-        # a finished row runs until the wait: that changes no keys that are read, but it would advance its states
+        # finished rows keep running until the wait: that changes no keys that are read, but would advance their states
         steps = 1 if cache.states is not None else self._tuning.decode_steps_on(self._device)
         self._scheduler.make_room(batch, cache, steps)
         stepper = self._ready_stepper(len(batch), cache)
@@ -268,13 +268,13 @@ class EmbeddedEngine:
         self._retire(batch, cache)
 
     def _ready_stepper(self, rows: int, cache: Cache) -> Forward:
-        """The stepper with the fastest linear layers for so many rows; those in 8 bits where all requests accept it."""
+        """Stepper with the fastest linear layers for this number of rows; 8-bit ones only if all requests allow it."""
         weights = self._loaded_weights()
         linears: Make = PlainLinears
-        # one decode step serves all rows: a single exact request makes all of them exact
+        # one decode step serves all rows, so a single exact request makes all of them exact
         if self._tuning.int8_decoding and self._may_approximate:
             linears = Int8Linears
-        # by the number of rows only, so that a resumed run decodes with the same kernel
+        # chosen only by the number of rows, so that a resumed run decodes with the same kernel
         elif self._tuning.uses_onednn(rows, weights.embed):
             linears = OneDnnLinears
         steppers = self.memory.steppers
@@ -285,7 +285,7 @@ class EmbeddedEngine:
         return steppers[linears]
 
     def _retire(self, batch: DecodeBatch, cache: Cache) -> None:
-        """Sync with the host to see which rows have finished, remove them, and answer completed requests."""
+        """Wait to see which rows have finished, remove them, and answer completed requests."""
         finished = batch.wait_for_finished()
         if not finished:
             return

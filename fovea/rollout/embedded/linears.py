@@ -1,9 +1,9 @@
-"""The language model's weights as the engine runs them, with three implementations of its linear layers.
+"""The language model's weights as the engine runs them, with three implementations of the linear layers.
 
-Plain: references to the trainer's tensors, with LoRA adapters beside the weights: merged, 16 bits would round most of
-them away (decision 016). oneDNN: decode copies in oneDNN's blocked layout, for few rows, with adapters merged in
-float32 and beside in bfloat16. int8: decode copies in 8 bits with adapters merged, the only ones that change results.
-Experts of a mixture are the trainer's tensors in all three.
+Plain: references to the trainer's tensors, with LoRA adapters separate from the weights, since merging in 16 bits would
+round most of an adapter away (decision 016). oneDNN: decode copies in oneDNN's blocked layout, for few rows, with
+adapters merged in float32 and separate in bfloat16. int8: decode copies in 8 bits with adapters merged; only these
+change results. Experts of a mixture are the trainer's tensors in all three implementations.
 
 Axes: `N` tokens, `B` rows of the decode batch, `E` inputs and `O` outputs of a layer, `R` ranks of adapters together,
 `X` rows of a matrix, `W` vocabulary.
@@ -40,10 +40,10 @@ from fovea.models.transformers_versions import experts_tensor
 
 ONEDNN: Any = torch.ops.mkldnn
 EXPECTED_ROWS = 32
-"""Number of rows that oneDNN chooses its layout for; other numbers work too."""
+"""Number of rows for which oneDNN chooses its layout; other numbers work too."""
 
 INT8_MAX = 127
-"""Largest magnitude of a rounded number: the 8-bit range, made symmetric."""
+"""Largest magnitude of a quantized number: the 8-bit range, made symmetric."""
 
 HEAD = "lm_head.weight"
 OF_NET = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
@@ -66,10 +66,10 @@ class TextWeights:
 
 
 class PlainLinears:
-    """Linear layers on one input, their outputs side by side in one tensor [N, sum of widths], as on the tape."""
+    """Linear layers on one input, with their outputs concatenated in one tensor [N, sum of widths], as on the tape."""
 
     def __init__(self, layers: Sequence[Factors], column: TapeColumn | None) -> None:
-        """`column`: where the activation tape records the outputs."""
+        """`column` is the part of the activation tape that records the outputs."""
         self._layers = layers
         self._widths = [len(each.weight) for each in layers]
         self._column = column
@@ -77,7 +77,7 @@ class PlainLinears:
     def __call__(self, x_NE: Tensor) -> tuple[Tensor, ...]:
         width = sum(self._widths)
         kept = self._column.rows(len(x_NE)) if self._column is not None else None
-        # written into the tape directly, where it records: no copy
+        # while the tape records, outputs are written into it directly, without a copy
         block = x_NE.new_empty(len(x_NE), width) if kept is None else kept
         outs: tuple[Tensor, ...] = block.split(self._widths, dim=1)
         for out, each in zip(outs, self._layers, strict=True):
@@ -91,28 +91,28 @@ class PlainLinears:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedWeights:
-    """The tensors that a weight sync brought."""
+    """The engine's current tensors by name."""
 
     tensors: Mapping[str, Tensor]
-    """By the names of `models.trainable.factored_weights`."""
+    """Tensors by their names in `models.trainable.factored_weights`."""
     adapter_scale: float = 0.0
     language_path: str = LANGUAGE
     """Module path of the language model."""
 
     def factors(self, path: str) -> Factors:
-        """Tensors of the linear layer at this path; KeyError where there is none."""
+        """Return the tensors of the linear layer at this path; KeyError if there is no such layer."""
         down, up = (self.tensors.get(name) for name in adapter_names(path))
         return Factors(self.tensors[f"{path}.weight"], self.tensors.get(f"{path}.bias"), down, up, self.adapter_scale)
 
 
 Make = Callable[[Sequence[Factors], TapeColumn | None], Linears]
-"""Constructor of one implementation of linear layers that share an input; the tape records their outputs."""
+"""Constructor of an implementation of linear layers that share an input, whose outputs the tape records."""
 
 
 def text_weights(
     named: NamedWeights, shape: DecoderShape, tape: Tape | None = None, make: Make = PlainLinears
 ) -> TextWeights:
-    """The language model with linear layers of one implementation; KeyError names a missing weight."""
+    """Build the language model with one implementation of linear layers; a KeyError names a missing weight."""
     text = named.language_path
     embed = named.tensors[f"{text}.embed_tokens.weight"]
     layers = tuple(
@@ -152,7 +152,7 @@ def _layer(
         )
 
     def shared_expert() -> SharedExpert | None:
-        # Qwen's, with a weight, and GLM's
+        # Qwen's shared expert has a gate that weights it, and GLM's has none
         of_qwen = f"{prefix}mlp.shared_expert_gate.weight" in named.tensors
         path = "mlp.shared_expert" if of_qwen else "mlp.shared_experts"
         if f"{prefix}{path}.down_proj.weight" not in named.tensors:
@@ -186,14 +186,14 @@ def _layer(
 
 def _head_norm(named: NamedWeights, prefix: str, shape: DecoderShape) -> HeadNorm | None:
     query, key = (named.tensors.get(f"{prefix}self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
-    assert (query is None) == (key is None), f"{prefix}self_attn: a norm of only queries or only keys"
+    assert (query is None) == (key is None), f"{prefix}self_attn has a norm for only queries or only keys"
     if query is None or key is None:
         return None
     return HeadNorm(query, key, shape.norm_eps)
 
 
 def _experts(named: NamedWeights, prefix: str, shape: DecoderShape, shared: SharedExpert | None) -> Experts | None:
-    """Router and experts of a layer, the trainer's tensors in every implementation; None in a layer without."""
+    """Router and experts of a layer, as the trainer's tensors in every implementation; None if it has no experts."""
     router_XE = named.tensors.get(f"{prefix}mlp.gate.weight")
     if router_XE is None:
         return None
@@ -213,21 +213,21 @@ def _norm(weight: Tensor, shape: DecoderShape) -> Norm:
 
 
 class Int8Linears:
-    """Linear layers on one input in 8 bits, on CPUs: a third of the time of float32, for slightly different log-probs.
+    """Linear layers on one input in 8 bits, on CPUs: a third of float32's time, with slightly different log-probs.
 
     Weights are quantized per output and activations per token, by absolute maximum (Dettmers et al., arXiv 2208.07339,
     section 2.1).
     """
 
-    # quantizing only the weights would be closer, but torch has no fast kernel for that in float32
+    # quantizing only the weights would be more exact, but torch has no fast kernel for that in float32
 
     def __init__(self, layers: Sequence[Factors], _column: TapeColumn | None = None) -> None:
-        # layers on one input as one product: the input is quantized once
+        # the layers are one product, so that their input is quantized only once
         weight_OE = torch.cat(list(map(merged_weight, layers)))
         self._widths = [len(each.weight) for each in layers]
         self._weight_OE, self._scale_O = _quantized(weight_OE)
         biases = [each.bias for each in layers if each.bias is not None]
-        assert len(biases) in (0, len(layers)), "some of the joined layers have a bias and some have none"
+        assert len(biases) in (0, len(layers)), "only some of the joined layers have a bias"
         self._bias_O = torch.cat(biases) if biases else None
 
     def __call__(self, x_BE: Tensor) -> tuple[Tensor, ...]:
@@ -242,26 +242,26 @@ class Int8Linears:
 
 def _quantized(x_XE: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows to 8 bits; returns them with the scale [X] of each."""
-    # tiny: a row of zeros has no largest magnitude to divide by
+    # clamped to avoid a division by zero for a row of zeros
     scale_X = x_XE.abs().amax(dim=1).clamp_(min=torch.finfo(x_XE.dtype).tiny) / INT8_MAX
     return (x_XE / scale_X[:, None]).round_().to(torch.int8), scale_X
 
 
 def can_use_onednn(like: Tensor) -> bool:
-    """True if this build of torch has oneDNN, and these weights a dtype and device that it supports here."""
+    """True if this build of torch has oneDNN, and oneDNN supports the dtype and device of `like`."""
     if not torch.backends.mkldnn.is_available() or like.is_cuda:
         return False
     return like.dtype == torch.float32 or (like.dtype == torch.bfloat16 and ONEDNN._is_mkldnn_bf16_supported())
 
 
 class OneDnnLinears:
-    """Linear layers on one input as one product, on weights in oneDNN's layout for few rows.
+    """Linear layers on one input as one product, with weights in oneDNN's layout for few rows.
 
-    A fifth faster than torch's products in float32; in bfloat16 on a CPU with AMX 1.2 to 1.9 times.
+    Products are a fifth faster than torch's in float32, and 1.2 to 1.9 times as fast in bfloat16 on a CPU with AMX.
     """
 
-    # with 32 rows a matrix product is bound by reading the weights through the CPU's caches; oneDNN reads blocks that
-    # are copied once per version of the weights, at the price of a second copy in memory
+    # with 32 rows, a matrix product is bound by reading the weights through the CPU's caches; oneDNN reads blocks that
+    # are copied once per weights version, at the cost of a second copy in memory
 
     def __init__(self, layers: Sequence[Factors], column: TapeColumn | None) -> None:
         self._widths = [len(each.weight) for each in layers]
@@ -269,12 +269,12 @@ class OneDnnLinears:
         self._beside = None if exact_merge else join_adapters(layers)
         weights = [merged_weight(each) if exact_merge else each.weight for each in layers]
         biases = [each.bias for each in layers if each.bias is not None]
-        assert len(biases) in (0, len(layers)), "some of the joined layers have a bias and some have none"
+        assert len(biases) in (0, len(layers)), "only some of the joined layers have a bias"
         if self._beside is not None:
             weights.append(self._beside.down_RE)
             biases += [self._beside.down_RE.new_zeros(len(self._beside.down_RE))] if biases else []
         weight_OE = torch.cat(weights) if len(weights) > 1 else weights[0]
-        # the layers as one product: the input is read once
+        # the layers are one product, so that their input is read only once
         self._blocked = ONEDNN._reorder_linear_weight(weight_OE, EXPECTED_ROWS)
         self._bias_O = torch.cat(biases) if biases else None
         self._column = column
@@ -292,33 +292,35 @@ class OneDnnLinears:
 
 @dataclass(frozen=True, slots=True)
 class JoinedAdapters:
-    """LoRA adapters of layers on one input as two products; `linear_factors.add_adapter` takes two for each layer.
+    """LoRA adapters of layers that share an input, as two products; `linear_factors.add_adapter` needs two per layer.
 
-    x A' of all of them are outputs of the product with the layers' own weights.
+    The product with the layers' weights also computes x A' of all adapters.
     """
 
     down_RE: Tensor
-    """A of the adapters, one below the other."""
+    """Matrices A of the adapters, stacked."""
     up_RO: Tensor
-    """Their B', as blocks on a diagonal; columns of a layer without an adapter are zero."""
+    """Matrices B' of the adapters, as a block diagonal matrix; columns of a layer without an adapter are zero."""
     scale: float
 
     def added(self, out_BX: Tensor) -> Tensor:
-        """Outputs [B, O] of the layers with their adapters, from [B, O + R] without."""
+        """Return the outputs [B, O] of the layers with their adapters; `out_BX` [B, O + R] is without adapters."""
         width = self.up_RO.shape[1]
         out_BO, low_BR = out_BX[:, :width], out_BX[:, width:]
         return out_BO.addmm_(low_BR, self.up_RO, alpha=self.scale)
 
 
 def join_adapters(layers: Sequence[Factors]) -> JoinedAdapters | None:
-    """The adapters of these layers together; None where none of them has one."""
+    """Join the adapters of these layers; None if no layer has one."""
     adapted = [each for each in layers if each.down is not None]
     if not adapted:
         return None
-    # without an adapter: no rows, and columns of zeros in the block matrix
+    # a layer without an adapter adds no rows, and columns of zeros
     ups = [each.weight.new_empty(0, len(each.weight)) if each.up is None else each.up.t() for each in layers]
     scales = {each.scale for each in adapted}
-    assert len(scales) == 1, f"adapters on one input are scaled by {scales}"
-    assert all(each.down is None or each.down.dtype == each.weight.dtype for each in layers), "they are one product"
+    assert len(scales) == 1, f"adapters on one input have different scales: {scales}"
+    assert all(each.down is None or each.down.dtype == each.weight.dtype for each in layers), (
+        "adapter and weight dtypes differ"
+    )
     downs = [each.down for each in adapted if each.down is not None]
     return JoinedAdapters(torch.cat(downs), torch.block_diag(*ups), scales.pop())

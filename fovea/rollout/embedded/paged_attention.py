@@ -1,4 +1,4 @@
-"""The paged attention of decode steps on CUDA, and the trial that it has to pass before a run uses it.
+"""Paged attention of decode steps on CUDA, and the trial that it must pass before a run uses it.
 
 Axes: as in `paged_cache`.
 """
@@ -15,13 +15,14 @@ from fovea.models.varlen import HeadShape
 from fovea.rollout.embedded.paged_cache import PagedKernel, gathered_attention
 
 TRIALS = ((2, 40), (3, 130), (40, 300), (300, 600))
-"""Rows and most keys of a row: kernels have been right for one row, or up to 128 or 256 keys, and wrong beyond."""
+"""Numbers of rows, and of keys at most per row: kernels can be right for one row or up to 128 or 256 keys, and then
+wrong."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Largest norm of the difference over that of the outputs, by dtype: rounding of scores, weights and outputs."""
+"""Largest relative error (ratio of norms) by dtype, from the rounding of scores, weights and outputs."""
 TRIAL_PAGES = 64
-"""Pages of the trial's pool, which all rows share."""
+"""Number of pages in the trial's pool, which all rows share."""
 PART_ROWS = 16
-"""Rows for which the plain twin gathers all keys at once."""
+"""Number of rows for which the plain attention gathers all keys at once."""
 
 
 @torch.library.custom_op("fovea::paged_attention", mutates_args=())
@@ -29,7 +30,7 @@ def paged_attention(
     query_BHD: Tensor, keys: Tensor, values: Tensor, table_BX: Tensor, used_B: Tensor, scale: float
 ) -> Tensor:
     """Attention of one query per row by the Triton kernel; a `PagedKernel` that CUDA graphs can capture."""
-    from fovea.rollout.embedded.paged_triton import triton_attention  # noqa: PLC0415 (Triton is not everywhere)
+    from fovea.rollout.embedded.paged_triton import triton_attention  # noqa: PLC0415 (Triton may not be installed)
 
     return triton_attention(query_BHD, keys, values, table_BX, used_B, scale)
 
@@ -43,31 +44,31 @@ def _shape_of_paged_attention(
 
 @lru_cache(maxsize=64)
 def paged_refusal(shape: HeadShape, page_tokens: int) -> str | None:
-    """Why `paged_attention` cannot be used for heads of this shape; None where it gives the plain twin's values."""
+    """Reason why `paged_attention` cannot be used for heads of this shape; None if it equals the plain attention."""
     if shape.width < 16 or shape.width & (shape.width - 1):
-        return f"its head size is a power of two from 16 on, not {shape.width}"
+        return f"its head size must be a power of two and at least 16, not {shape.width}"
     return why_refused(lambda: difference(paged_attention, shape, page_tokens))
 
 
 def difference(kernel: PagedKernel, shape: HeadShape, page_tokens: int) -> str | None:
-    """How a kernel differs from `gathered_attention` on random heads of this shape; None where it does not."""
+    """Describe how a kernel differs from `gathered_attention` on random heads of this shape; None if it does not."""
     for rows, most in TRIALS:
         given = _inputs(shape, page_tokens, rows, most)
         found = kernel(*given, shape.width**-0.5)
-        if found.is_meta:  # no values
+        if found.is_meta:  # meta tensors have no values
             continue
         expected = _plain(*given, shape.width**-0.5)
         relative = float((found.float() - expected).norm() / expected.norm())
         if not relative <= TOLERANCE[shape.dtype]:
             return (
-                f"{rows} rows of up to {most} keys are off by {relative:.1e} of their size, and rounding to "
-                f"{shape.dtype} moves them by less than {TOLERANCE[shape.dtype]:.0e}"
+                f"for {rows} rows of up to {most} keys, its outputs have a relative error of {relative:.1e}, and "
+                f"rounding to {shape.dtype} explains less than {TOLERANCE[shape.dtype]:.0e}"
             )
     return None
 
 
 def _inputs(shape: HeadShape, page_tokens: int, rows: int, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Random queries, pages of keys and of values, table and numbers of keys, among these the least and the most."""
+    """Random queries, pages of keys and values, page table and numbers of keys, including 1 and `most`."""
     random = torch.Generator().manual_seed(rows)
     query = torch.randn(rows, shape.heads, shape.width, generator=random)
     keys, values = torch.randn(2, TRIAL_PAGES, page_tokens, shape.key_heads, shape.width, generator=random)

@@ -1,7 +1,7 @@
 """The paged KV cache, for kernels that read keys and values through a page table.
 
 The full pages of a prompt are stored once and referenced by the page table of each of its completions; the rest of the
-prompt is copied into the first own page of each. A completion takes its pages as it grows (decision 051).
+prompt is copied into the first page of each completion. A completion allocates pages as it grows (decision 051).
 
 Axes: `B` rows of the decode batch, `H` query heads, `J` key heads, `D` width of a head, `N` tokens of a prefill pass,
 `M` slots that they are written to, `S` tokens of a page, `Z` pages of the pool, `X` pages of the longest row. A slot is
@@ -23,12 +23,13 @@ from fovea.rollout.embedded.cache import Store, TokenSpan, fill_holes
 from fovea.rollout.embedded.requests import QueuedRequest
 
 SCRATCH = 0
-"""Index of the scratch page, which padding of page tables and of captured batches reads and writes."""
+"""Index of the scratch page, which the padding of page tables and captured batches reads and writes."""
 GROWTH_TOKENS = 64
-"""Tokens that every row must have room to grow by when a request is admitted: with none, rows that have just been
+"""Tokens by which every row must have room to grow when a request is admitted. Without them, rows that have just been
 prefilled would be preempted at the next wait, and prefilled again."""
 MAX_ROWS = 1024
-"""Most rows that decode at once: beyond, a step is bound by products, and sampling takes some 2 MB of memory a row."""
+"""Maximum number of rows that decode at once: with more, a step is bound by matrix products, and sampling needs about
+2 MB of memory per row."""
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 """Paged attention [B, H, D] of (query [B, H, D], key and value pages [Z, S, J, D], table [B, X], tokens [B], scale)."""
@@ -41,7 +42,7 @@ class PagedPrompt:
     pages: list[int]
     """Pages that the prompt fills completely."""
     rows: list[PagedRow] = field(default_factory=list)
-    """Its running completions."""
+    """Running completions of the prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,19 +51,19 @@ class PagedRow:
 
     prompt: PagedPrompt
     prompt_tokens: int
-    """Tokens before its first sampled one; the pages of a preempted completion's prompt hold more."""
+    """Number of tokens before the first sampled one; the prompt of a resumed completion also holds sampled tokens."""
     tokens: int
-    """Sampled tokens that its pages have been reserved for."""
+    """Number of sampled tokens for which pages have been reserved."""
     limit_tokens: int
     pages: list[int] = field(default_factory=list)
-    """Pages of this row: first the rest of its prompt, then its tokens."""
+    """Pages of this row only: first the rest of its prompt, then its sampled tokens."""
 
 
 class PagedCache:
     """KV cache in pages of a preallocated pool."""
 
     states = None
-    """A decoder with delta nets decodes over the dense cache."""
+    """Always None: a decoder with delta nets uses the dense cache."""
 
     def __init__(
         self, shape: DecoderShape, like: Tensor, kernel: PagedKernel, *, num_tokens: int, page_tokens: int
@@ -70,8 +71,8 @@ class PagedCache:
         self._shape, self._kernel, self.page_tokens = shape, kernel, page_tokens
         self._num_pages = 1 + num_tokens // page_tokens
         pages = (2, self._num_pages, page_tokens, shape.num_kv_heads, shape.head_dim)
-        # one pool that never moves: CUDA graphs hold its address. Zeros: the scratch page is read under a mask and must
-        # not hold NaN, since 0 * NaN is NaN
+        # one pool that never moves, since CUDA graphs hold its address; zeros, since the scratch page is read under a
+        # mask and must not hold NaN: 0 * NaN is NaN
         self.pools = [like.new_zeros(pages) for _ in range(shape.num_layers)]
         self._width = 0
         self.clear()
@@ -84,12 +85,12 @@ class PagedCache:
         self._prompt_tokens_B = torch.zeros(0, dtype=torch.long, device=self.pools[0].device)
 
     def cost(self, request: QueuedRequest) -> int:
-        # in whole pages; the part of a prompt that fills no page is paid by each completion
+        # in whole pages; the last, partly filled page of a prompt counts for each completion
         return self.page_tokens * self._new_pages(request, request.limit_tokens)
 
     def fits(self, requests: Sequence[QueuedRequest]) -> bool:
         rows = len(self._rows) + sum(request.n for request in requests)
-        # a request of more rows runs by itself
+        # a request with more rows than MAX_ROWS runs by itself
         if rows > max(MAX_ROWS, requests[0].n):
             return False
         growth = sum(self._missing(row, row.tokens + GROWTH_TOKENS) for row in self._rows)
@@ -110,7 +111,7 @@ class PagedCache:
         return first
 
     def reserve(self, tokens_B: Sequence[int]) -> bool:
-        # counted before any page is taken, so that a refusal changes nothing
+        # counted before any page is allocated, so that a refusal changes nothing
         missing = [self._missing(row, tokens) for row, tokens in zip(self._rows, tokens_B, strict=True)]
         if sum(missing) > len(self._free):
             return False
@@ -145,7 +146,7 @@ class PagedCache:
 
     def prompt(self, layer: int, span: TokenSpan) -> tuple[Tensor, Tensor]:
         prompt = self._prompts[span.prompt]
-        # the rest of the prompt is in the first own page of every row: any row will do
+        # the rest of the prompt is in the first page of every row, so any row will do
         pages = to_device(torch.tensor([*prompt.pages, prompt.rows[0].pages[0]]), self.pools[layer].device)
         keys, values = self.pools[layer][:, pages].flatten(1, 2)[:, : span.end].transpose(1, 2)
         return keys, values
@@ -175,26 +176,26 @@ class PagedCache:
         return self.attention(self._table_BX, self.tokens(stored_B))
 
     def tokens(self, stored_B: Tensor) -> Tensor:
-        """Tokens [B] of each row in the cache, prompt included."""
+        """Number of tokens [B] of each row in the cache, prompt included."""
         return self._prompt_tokens_B + stored_B
 
     @property
     def table_BX(self) -> Tensor:
-        """Page table of all rows, int32, padded with the scratch page."""
+        """Page table of all rows in int32, padded with the scratch page."""
         return self._table_BX
 
     def attention(self, table_BX: Tensor, tokens_B: Tensor) -> PagedAttention:
-        """Attention of a decode step over rows with this page table that hold `tokens_B` tokens."""
+        """Return the attention of a decode step for rows with this page table and `tokens_B` tokens in the cache."""
         return PagedAttention(self.pools, table_BX, tokens_B, self._kernel, self._shape.scale)
 
     def _new_pages(self, request: QueuedRequest, tokens: int) -> int:
-        """Pages of a request whose completions have `tokens` tokens, or as many as they may."""
+        """Number of pages of a request whose completions have `tokens` tokens, capped at their limit."""
         full, rest = divmod(request.prompt.num_tokens, self.page_tokens)
         own = min(tokens, request.limit_tokens) - request.sampled_tokens
         return full + request.n * -(-(rest + own) // self.page_tokens)
 
     def _missing(self, row: PagedRow, tokens: int) -> int:
-        """Pages that a row lacks for `tokens` sampled tokens, or as many as it may draw."""
+        """Number of pages that a row lacks for `tokens` sampled tokens, capped at its limit."""
         needed = -(-(row.prompt_tokens + min(tokens, row.limit_tokens)) // self.page_tokens)
         return max(0, needed - len(row.prompt.pages) - len(row.pages))
 
@@ -210,13 +211,13 @@ class PagedCache:
         return row
 
     def _take(self, count: int) -> list[int]:
-        assert count <= len(self._free), f"{count} pages needed, {len(self._free)} are free: admitted too much"
-        # the pages that were freed last
+        assert count <= len(self._free), f"{count} pages are needed and {len(self._free)} are free"
+        # reuse the pages that were freed last
         return [self._free.pop() for _ in range(count)]
 
     def _widen(self, tokens: int) -> None:
-        """Widen the page table for conversations of so many tokens."""
-        # a CUDA graph is captured for one width, so it is that of the longest conversation yet, and at least doubles
+        """Widen the page table for conversations of this many tokens."""
+        # each width needs its own CUDA graphs, so the width only grows, and at least doubles
         pages = -(-tokens // self.page_tokens)
         if pages > self._width:
             added = (1 << (pages - 1).bit_length()) - self._width
@@ -234,14 +235,14 @@ class PagedCache:
         self._prompt_tokens_B = torch.cat([self._prompt_tokens_B, to_device(tokens_B, device)])
 
     def _slots(self, span: TokenSpan) -> tuple[Tensor, Tensor]:
-        """Offsets [M] into a span, and the slots [M] of the pool that those tokens are written to."""
+        """Offsets [M] of tokens in a span, and the slots [M] in the pool to which these tokens are written."""
         prompt, size = self._prompts[span.prompt], self.page_tokens
         token_N = torch.arange(span.start, span.end)
         full = len(prompt.pages) * size
         in_full_N, rest_N = token_N[token_N < full], token_N[token_N >= full]
-        # page x size + offset, of each token
+        # page x size + offset for each token
         full_slots = torch.tensor(prompt.pages, dtype=torch.long)[in_full_N // size] * size + in_full_N % size
-        # once for every completion, each of which has a copy of the rest
+        # once for every completion, since each has its own copy of the rest
         first_own = torch.tensor([row.pages[0] for row in prompt.rows])
         rest_slots = (first_own[:, None] * size + rest_N % size).flatten()
         source = torch.cat([in_full_N, rest_N.repeat(len(first_own))]) - span.start
@@ -257,13 +258,13 @@ class PagedAttention:
         self._pools, self._table_BX, self._kernel, self._scale = pools, table_BX, kernel, scale
         # computed once per step, used by all layers
         size = pools[0].shape[2]
-        # `tokens_B` is the place of the new token: the page that it falls into, and its offset there
+        # `tokens_B` is the index of the new token, which gives its page and the offset in that page
         page_B = table_BX.gather(1, (tokens_B // size)[:, None])[:, 0]
         self._slot_B = page_B.long() * size + tokens_B % size
         self._used_B = (tokens_B + 1).to(torch.int32)
 
     def __call__(self, layer: int, query_BHD: Tensor, key_BJD: Tensor, value_BJD: Tensor) -> Tensor:
-        """Store the new keys and values, and attend; returns [B, H, D]."""
+        """Store the new keys and values, and compute attention; returns [B, H, D]."""
         keys, values = self._pools[layer]
         keys.flatten(0, 1).index_copy_(0, self._slot_B, key_BJD)
         values.flatten(0, 1).index_copy_(0, self._slot_B, value_BJD)
@@ -273,7 +274,7 @@ class PagedAttention:
 def gathered_attention(
     query_BHD: Tensor, keys: Tensor, values: Tensor, table_BX: Tensor, used_B: Tensor, scale: float
 ) -> Tensor:
-    """Paged attention on any device, the slow twin of `paged_attention`: gathers all pages, masks unused slots."""
+    """Paged attention on any device, a slow reference for `paged_attention`: gathers all pages, masks unused slots."""
     heads = query_BHD.shape[1] // keys.shape[2]
     keys, values = (
         x[table_BX.long()].flatten(1, 2).transpose(1, 2).repeat_interleave(heads, 1) for x in (keys, values)

@@ -1,9 +1,9 @@
 """Paged attention of decode steps as a Triton kernel: any page size, 16 and 32 bits, any number of rows.
 
-CUDA graphs can capture it. Its slow twin is `paged_cache.gathered_attention`.
+CUDA graphs can capture it. Its slow reference is `paged_cache.gathered_attention`.
 
-Keys are split over programs, each with the query heads that share its key head, so that a key is read once for all of
-them (Dao et al., "Flash-Decoding", 2023); the parts are merged by their log-sum-exp.
+Keys are split over programs. Each program handles the query heads that share its key head, so that a key is read once
+for all of them (Dao et al., "Flash-Decoding", 2023); the results are merged by their log-sum-exp.
 
 Axes: as in `paged_cache`; `G` query heads of a key head, `C` splits of the keys.
 """
@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_TOKENS = 64
-"""Keys that a program reads at once."""
+"""Number of keys that a program reads at once."""
 MAX_SPLITS = 16
 MIN_ROWS = 16
-"""Rows of the smallest product of a tensor core: fewer query heads are padded."""
+"""Rows of the smallest tensor core product; fewer query heads are padded to this number."""
 FILLED_BY = 2
-"""Programs for each multiprocessor that keep it busy."""
+"""Number of programs that keep a multiprocessor busy."""
 
 
 @triton.jit
@@ -50,10 +50,10 @@ def attend_to_split(  # noqa: PLR0913, PLR0917
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Attention of the G queries of a row to one split of its keys, and the log-sum-exp of their scores."""
+    """Attention of the G queries of a row over one split of its keys, and the log-sum-exp of the scores."""
     row, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tokens = tl.load(used + row)
-    # whole blocks, so that no two splits read one block; the last splits of a short row have none
+    # a split has whole blocks, so that no two splits read the same block; the last splits of a short row are empty
     share = tl.cdiv(tl.cdiv(tokens, BLOCK), SPLITS) * BLOCK
     start = split * share
     end = tl.minimum(start + share, tokens)
@@ -68,22 +68,22 @@ def attend_to_split(  # noqa: PLR0913, PLR0917
     for first in range(start, end, BLOCK):
         token = first + block
         is_key = token < end
-        # int64: a place in a pool of many pages passes 2^31
+        # int64, since an offset in a large pool exceeds 2^31
         page = tl.load(table + row * table_row + token // PAGE, mask=is_key, other=0).to(tl.int64)
         place = page * page_stride + (token % PAGE) * token_stride + key_head * head_stride
         key_DB = tl.load(keys + place[None, :] + width[:, None], mask=is_key[None, :], other=0.0)
-        # without "ieee" a float32 product would be one of TF32
+        # without "ieee", a float32 product would be computed in TF32
         score = tl.dot(query_GD, key_DB, input_precision="ieee") * scale
         score = tl.where(is_key[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp(score - higher[:, None])
-        # what was summed under the smaller maximum
+        # rescales the sums that were computed with the smaller maximum
         kept = tl.exp(top - higher)
         value_BD = tl.load(values + place[:, None] + width[None, :], mask=is_key[:, None], other=0.0)
         sums = sums * kept[:, None] + tl.dot(weight.to(value_BD.dtype), value_BD, input_precision="ieee")
         total, top = total * kept + tl.sum(weight, 1), higher
     at = (row * HEADS + key_head * GROUP + group) * SPLITS + split
-    # a split without keys: weight exp(-inf) = 0 in the merge, where 0 / 0 would be NaN
+    # an empty split gets weight exp(-inf) = 0 in the merge, and no 0 / 0, which would be NaN
     has_keys = total > 0
     tl.store(logs + at, tl.where(has_keys, top + tl.log(total), float("-inf")), mask=is_query)
     mean_GD = sums / tl.where(has_keys, total, 1.0)[:, None]
@@ -98,7 +98,7 @@ def merge_splits(parts, logs, out, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
     log = tl.load(logs + head * SPLITS + split)
     weight = tl.exp(log - tl.max(log, 0))
     part_CD = tl.load(parts + (head * SPLITS + split)[:, None] * WIDTH + width[None, :])
-    # each part is a mean: weighted by its sum of exponentials, relative to the largest
+    # each part is a mean, weighted by its sum of exponentials relative to the largest
     mean_D = tl.sum(part_CD * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out + head * WIDTH + width, mean_D.to(out.dtype.element_ty))
 
@@ -112,9 +112,9 @@ def triton_attention(
     scale: float,
     splits: int | None = None,
 ) -> Tensor:
-    """Attention of one query per row, a `PagedKernel`; the head size is a power of two from 16 on.
+    """Attention of one query per row, a `PagedKernel`; the head size must be a power of two and at least 16.
 
-    `splits` of the keys: a power of two, by default as many as fill the device.
+    `splits` is the number of splits of the keys, a power of two; by default as many as fill the device.
     """
     rows, heads, width = query_BHD.shape
     page_tokens, key_heads = keys.shape[1:3]
@@ -148,9 +148,9 @@ def constants(heads: int, key_heads: int, width: int, page_tokens: int, splits: 
 
 
 def num_splits(rows: int, key_heads: int, longest: int, device: torch.device) -> int:
-    """Splits of the keys, a power of two: enough programs for the device, of at least four blocks of keys each.
+    """Number of splits of the keys, a power of two: enough programs for the device, each with at least four blocks.
 
-    By shapes only, which a captured graph has for good, and not by how many keys are used.
+    It depends only on shapes, which are fixed in a captured graph, and not on the number of keys in use.
     """
     is_gpu = device.type == "cuda"
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1

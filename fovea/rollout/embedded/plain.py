@@ -1,6 +1,6 @@
-"""The plain engine: transformers' own forward and KV cache, one request at a time; slow twin of the embedded engine.
+"""The plain engine: transformers' own forward and KV cache, one request at a time; a slow reference implementation.
 
-It samples from the same random numbers, so that both give the same completions up to rounding.
+It uses the same random numbers as the embedded engine, so that both sample the same completions up to rounding.
 
 Axes: `B` completions of a request, `L` tokens of its prompt, `W` vocabulary.
 """
@@ -30,7 +30,7 @@ from fovea.types import Completion, Metrics, Prompt, Request, Weights
 
 
 class PlainEngine:
-    """Samples completions with the network of a policy in this process, whatever its family."""
+    """Samples completions with the policy's network in this process, for any model family."""
 
     def __init__(self, vlm: PolicyNetwork, processor: Processor, *, max_batch_tokens: int | None) -> None:
         self._network: Any = vlm.network
@@ -45,17 +45,17 @@ class PlainEngine:
         self._asleep = False
 
     async def generate(self, request: Request) -> Sequence[Completion]:
-        """Sample n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
+        """Sample n completions of one prompt; EngineError if they exceed the token budget, or while asleep."""
         if self._version is None:
             raise EngineError("the engine has no weights; call load_weights first")
         if self._asleep:
-            raise EngineError("a request to an engine that is asleep; call wake first")
+            raise EngineError("a request reached an engine that is asleep; call wake first")
         needed = request.n * (request.prompt.num_tokens + request.sampling.max_new_tokens)
         if needed > self._max_batch_tokens:
             raise EngineError(
                 f"{request.n} copies of a prompt of {request.prompt.num_tokens} tokens with completions of up to "
-                f"{request.sampling.max_new_tokens} need {needed} cache tokens, and rollout.engine.max_batch_tokens="
-                f"{self._max_batch_tokens}; raise that, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
+                f"{request.sampling.max_new_tokens} need {needed} cache tokens, but rollout.engine.max_batch_tokens="
+                f"{self._max_batch_tokens}; raise it, or lower rollout.samples_per_prompt or rollout.max_new_tokens"
             )
         positions_XL, first_position = self._family.positions(request.prompt.token_ids_L, request.prompt.images, 0)
         done = asyncio.get_running_loop().create_future()
@@ -66,7 +66,7 @@ class PlainEngine:
 
     @torch.no_grad()
     def _draw(self, queued: QueuedRequest) -> list[Completion]:
-        """Prefill once, copy the keys for every completion, and decode until the last row has finished."""
+        """Prefill once, copy the KV cache for every completion, and decode until the last row has finished."""
         logits_1W, cache = self._prefill(queued.prompt, queued.n)
         self._prefill_work.add(queued)
 
@@ -76,17 +76,17 @@ class PlainEngine:
 
         batch = DecodeBatch(self._device, self._stop_ids, self._banned_K, self._text)
         batch.add([[queued]], logits_1W)
-        # no compaction here: the batch is removed when all of its rows have finished
+        # no compaction: rows are removed only when all of them have finished
         while len(finished := batch.wait_for_finished()) < len(batch):
             batch.step(forward)
         assert self._version is not None
         return [completion_of(each, self._text, self._version) for each in batch.remove(finished)]
 
     def _prefill(self, prompt: Prompt, n: int) -> tuple[Tensor, Any]:
-        """Logits [1, W] of the token after the prompt, and a cache of n copies of its keys or states."""
+        """Run the prompt; returns the logits [1, W] of the next token, and a cache with n copies of the prompt."""
         for module in self._network.modules():
             if getattr(module, "rope_deltas", None) is not None:
-                # from the prompt before; a prompt without images would not replace it
+                # left from the previous prompt; a prompt without images would not replace it
                 module.rope_deltas = None
         ids_1L = torch.from_numpy(prompt.token_ids_L)[None].to(self._device)
         inputs = plain_inputs(self._family, ids_1L, prompt.images, self._dtype)
@@ -97,7 +97,7 @@ class PlainEngine:
         return out.logits[:, -1].float(), cache
 
     def prefill_metrics(self) -> Metrics:
-        """Metrics of the prefill since the last call."""
+        """Return the metrics of the prefill since the last call."""
         return self._prefill_work.take()
 
     @property
@@ -105,7 +105,7 @@ class PlainEngine:
         return "plain"
 
     def own_weights(self) -> Weights:
-        """The tensors of the network, named by `models.trainable.factored_weights`."""
+        """Return the tensors of the network, named by `models.trainable.factored_weights`."""
         return ((name, weight.detach()) for name, weight in factored_weights(self._network))
 
     @torch.no_grad()
@@ -113,13 +113,13 @@ class PlainEngine:
         """Copy the weights that are not shared with the policy."""
         own = dict(self._network.named_parameters())
         for name, tensor in weights.items():
-            # an absent weight is under an adapter, which the policy's network applies by itself
+            # a name that is missing here belongs to an adapted layer, whose adapter the policy's network applies
             if name in own and own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
         self._version = version
 
     async def sleep(self) -> None:
-        """Reject requests until `wake`; there is no memory to free between requests."""
+        """Refuse requests until `wake`; between requests there is no memory to free."""
         self._asleep = True
 
     async def wake(self) -> None:
@@ -127,5 +127,5 @@ class PlainEngine:
         self._asleep = False
 
     async def close(self) -> None:
-        """Forget the weights' version; the network itself belongs to the policy."""
+        """Drop the version of the weights; the network belongs to the policy and stays."""
         self._version = None

@@ -1,4 +1,4 @@
-"""Chunked prefill: the forward passes over packed prompts that fill the KV cache.
+"""Chunked prefill: forward passes over packed prompts that fill the KV cache.
 
 Axes: `P` prompts, `N` tokens of a packed row, `E` width of the model, `L` tokens of a prompt so far, `H` query heads,
 `J` key heads, `D` width of a head.
@@ -30,19 +30,19 @@ from fovea.types import Metrics
 
 TERA = 1e12
 PASS_TOKENS = 16_384
-"""Tokens of a forward pass: enough to keep any device busy; at width 8192, an activation in bf16 takes 256 MiB."""
+"""Tokens of a forward pass: enough to keep any device busy; at width 8192, a bf16 activation needs 256 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRow:
-    """Packed prompts as the input of the first decoder layer."""
+    """Packed prompts, as the input of the first decoder layer."""
 
     hidden_NE: Tensor
     rope: Rope
     visual: VisualResidual | None
 
     def part(self, start: int, end: int) -> PrefillRow:
-        """The slice of tokens `start` to `end`."""
+        """Return the slice of tokens from `start` to `end`."""
         if (start, end) == (0, len(self.hidden_NE)):
             return self
         visual = self.visual
@@ -63,19 +63,19 @@ def prefill(
 ) -> Tensor:
     """Fill the cache with prompts; returns the hidden states [P, E] that predict the first tokens.
 
-    A prompt that continues an earlier turn is run from its first new token on.
+    If a prompt continues an earlier turn, only its new tokens are run.
     """
     lengths = [request.prompt.num_tokens for request in requests]
     starts = [request.first_new_token for request in requests]
     first, outs, places, start = cache.add(requests), [], [], 0
-    # before any pass: chunks attend to the kept tokens
+    # before any pass, since chunks attend to the kept tokens
     for prompt, request in enumerate(requests, start=first):
         restore(cache, prompt, request.kept)
     if cache.states is not None:
         cache.states.begin([request.kept for request in requests])
     for spans in prompt_passes(lengths, first, pass_tokens, starts):
         part = row.part(start, start + sum(span.end - span.start for span in spans))
-        # the spans of a pass are whole prompts, new tokens of several, or one chunk of one prompt
+        # the spans of a pass are whole prompts, the new tokens of several prompts, or one chunk of a single prompt
         whole = spans[0].end - spans[0].start == lengths[spans[0].prompt - first]
         attend = prompt_attention(spans, whole, cache, shape.scale, part.hidden_NE.device)
         scan = None if cache.states is None else cache.states.prefill(spans, first)
@@ -85,15 +85,15 @@ def prefill(
         start += len(part.hidden_NE)
     if cache.states is not None:
         cache.states.branch([request.n for request in requests])
-    # recorded prompts are consecutive on the tape, over all passes
+    # recorded prompts are consecutive on the tape, across all passes
     recorder.prefilled(requests, places[0])
-    # rows of the last tokens of the prompts in what all passes gave
+    # indices of the prompts' last tokens in the concatenated outputs of all passes
     last_P = (torch.tensor(lengths) - torch.tensor(starts)).cumsum(0) - 1
     return torch.cat(outs)[to_device(last_P, row.hidden_NE.device)]
 
 
 def restore(cache: Cache, prompt: int, kept: KeptKeys | None) -> None:
-    """Write the kept KV cache of the earlier turns to the beginning of a prompt."""
+    """Write the kept KV cache of earlier turns to the beginning of a prompt's cache."""
     if kept is None:
         return
     store = cache.writer([TokenSpan(prompt=prompt, start=0, end=kept.num_tokens)])
@@ -104,7 +104,7 @@ def restore(cache: Cache, prompt: int, kept: KeptKeys | None) -> None:
 def prefill_row(
     vlm: VLM, weights: TextWeights, requests: Sequence[QueuedRequest], features: Sequence[ImageFeatures]
 ) -> PrefillRow:
-    """Embed the new tokens of the prompts, with `features` of their new images in place of image pads."""
+    """Embed the new tokens of the prompts, with the `features` of new images in place of their pad tokens."""
     device = weights.embed.device
     ids_N = np.concatenate([request.prompt.token_ids_L[request.first_new_token :] for request in requests])
     token_ids_N = to_device(torch.from_numpy(ids_N), device)
@@ -118,7 +118,7 @@ def prefill_row(
     visual = None
     if features:
         joined = concatenate(features)
-        # found on the host, which need not wait for the device
+        # found on the host, so that it need not wait for the device
         pads = to_device(torch.from_numpy(np.flatnonzero(ids_N == vlm.family.image_token_id)), device)
         hidden_NE = hidden_NE.index_copy(0, pads, joined.embeds_VD)
         visual = VisualResidual(tokens=pads, layers=joined.deepstack_VD)
@@ -130,8 +130,8 @@ def prompt_passes(
 ) -> list[list[TokenSpan]]:
     """Split prompts into forward passes of at most `pass_tokens`, so that activations do not grow with the batch.
 
-    Whole prompts share a pass while they fit, and so do the new tokens of prompts that continue a kept KV cache; more
-    tokens than that run by themselves, chunk by chunk. `starts`: the first token of each prompt to be run; default: 0.
+    Whole prompts share a pass as long as they fit, and so do the new tokens of prompts with a kept KV cache. A prompt
+    with more new tokens runs by itself, in chunks. `starts` holds the first token to run of each prompt, by default 0.
     """
     passes: list[list[TokenSpan]] = []
     room, after_kept = 0, False
@@ -142,7 +142,7 @@ def prompt_passes(
             passes += [[TokenSpan(prompt=prompt, start=a, end=min(a + pass_tokens, length))] for a in chunks]
             room = 0
             continue
-        # attention of whole prompts is packed, that of new tokens reads the cache: a pass has one of the two kinds
+        # attention of whole prompts is packed, attention of new tokens reads the cache: a pass has only one kind
         if new > room or (start > 0) != after_kept:
             passes.append([])
             room, after_kept = pass_tokens, start > 0
@@ -154,7 +154,7 @@ def prompt_passes(
 def prompt_attention(
     spans: Sequence[TokenSpan], whole: bool, cache: Cache, scale: float, device: torch.device
 ) -> Attend:
-    """Attention of one pass, which also stores its keys and values; `whole`: the spans are whole prompts."""
+    """Return the attention of one pass, which also stores keys and values; `whole` says that its spans are prompts."""
     store = cache.writer(spans)
     sizes = [span.end - span.start for span in spans]
     if whole:
@@ -169,7 +169,7 @@ def prompt_attention(
 
     def tails(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         store(layer, key, value)
-        # read back from the cache: it has the tokens before as well
+        # keys are read back from the cache, which also holds the tokens before
         outs = [
             _attention_of_tail(query_NHD, *cache.prompt(layer, span), mask_NL, scale)
             for query_NHD, span, mask_NL in zip(query.split(sizes), spans, masks, strict=True)
@@ -180,7 +180,7 @@ def prompt_attention(
 
 
 def _tail_mask(new: int, length: int, device: torch.device) -> Tensor:
-    """True where one of the last `new` of `length` tokens sees a token, [N, L]."""
+    """Causal mask [N, L] of the last `new` of `length` tokens: True if a token attends to another."""
     return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)
 
 
@@ -193,19 +193,19 @@ def _attention_of_tail(query_NHD: Tensor, key_JLD: Tensor, value_JLD: Tensor, ma
 
 
 class PrefillWork:
-    """Model FLOPs of the decoder on the prompts that an engine has prefilled."""
+    """Counts the model FLOPs of the decoder for the prompts that an engine has prefilled."""
 
     def __init__(self, work: Work) -> None:
         self._work, self._run, self._copies = work, 0.0, 0.0
 
     def add(self, request: QueuedRequest) -> None:
-        """Count a request whose prompt is run once, from its first new token on."""
+        """Count a request, whose prompt is run once from its first new token on."""
         flops = self._work.prompt(request.prompt.num_tokens, ()) - self._work.prompt(request.first_new_token, ())
         self._run += flops
         self._copies += request.n * flops
 
     def take(self) -> Metrics:
-        """TFLOP since the last call: those run, and those of a pass for each completion."""
+        """Return the TFLOP since the last call: those computed, and those of one prefill for each completion."""
         found = {"rollout_prefill_tflop": self._run / TERA, "rollout_prefill_copies_tflop": self._copies / TERA}
         self._run = self._copies = 0.0
         return found

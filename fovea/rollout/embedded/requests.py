@@ -1,4 +1,4 @@
-"""Requests to the engine, and the rows of their completions, as the host knows them.
+"""The host's records of requests to the engine, and of the rows of their completions.
 
 Axes: `J` key heads, `D` width of a head, `L` prompt tokens, `T` tokens of a completion.
 """
@@ -19,16 +19,16 @@ from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptKeys:
-    """KV cache of the earlier turns of an episode, without the last token, which was never fed back."""
+    """KV cache of an episode's earlier turns, without the last token, which was never fed to the network."""
 
     layers: Sequence[Tensor]
     """Keys and values [2, J, tokens, D] of each layer."""
     num_tokens: int
     num_images: int
     states: Sequence[DeltaState] = ()
-    """States after these tokens, of each layer that is a delta net."""
+    """State of each delta-net layer after these tokens."""
     cost_tokens: int
-    """Tokens of the KV cache that take as much memory as this."""
+    """Memory of this record, in tokens of the KV cache."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,11 +40,11 @@ class QueuedRequest:
     positions_3L: NDArray[np.int64]
     """Positions of the prompt's tokens (`models.families`)."""
     first_position: int
-    """Position of the completions' first token, on all axes."""
+    """Position of the completions' first token, equal on all axes."""
     kept: KeptKeys | None = None
-    """KV cache of the earlier turns, which are the beginning of the prompt; from admission until it is prefilled."""
+    """KV cache of the earlier turns, with which the prompt begins; set from admission until the prefill."""
     preempted: RemovedRow | None = None
-    """The completion that goes on with this request (`resumption`)."""
+    """The preempted completion that this request continues (`resumption`)."""
 
     @property
     def prompt(self) -> Prompt:
@@ -60,7 +60,7 @@ class QueuedRequest:
 
     @property
     def first_new_token(self) -> int:
-        """Index of the first prompt token that prefill has to run."""
+        """Index of the first prompt token that the prefill must run."""
         return 0 if self.kept is None else self.kept.num_tokens
 
     @property
@@ -75,7 +75,7 @@ class QueuedRequest:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens at the end of the prompt that the preempted completion has sampled."""
+        """Number of tokens at the end of the prompt that the preempted completion had sampled."""
         return 0 if self.preempted is None else len(self.preempted.token_ids_T) - 1
 
 
@@ -85,13 +85,13 @@ class DecodeRow:
 
     request: QueuedRequest
     index: int
-    """Number among the completions of its request."""
+    """Index among the completions of its request."""
     first_step: int
-    """Step of the batch that drew its first token, or would have, had the row always been in this batch."""
+    """Batch step that sampled the row's first token; for a resumed row, as if it had always been in the batch."""
     searched_tokens: int = 0
-    """Tokens already searched for stop strings."""
+    """Number of tokens already searched for stop strings."""
     answer_from: int = 0
-    """Tokens in which no answer begins (`Sampling.answer_end`)."""
+    """Number of tokens already searched in which no answer begins (`Sampling.answer_end`)."""
 
     @property
     def completion_id(self) -> str:
@@ -100,43 +100,43 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedRow:
-    """A row that has left the batch, finished or preempted, with what it has sampled on the host."""
+    """A finished or preempted row that was removed from the batch, with its sampled tokens on the host."""
 
     row: DecodeRow
     token_ids_T: NDArray[np.int64]
     logprobs_T: NDArray[np.float32]
     stopped: bool
-    """True if a stop token or string ended it; False at the length limit, and if it was preempted."""
+    """True if a stop token or stop string ended it; False at the length limit or after a preemption."""
     places_T: NDArray[np.int64]
-    """Activation-tape places of all tokens but the last, which is never fed back."""
+    """Activation-tape places of all tokens but the last, which is never fed to the network."""
 
 
 def by_prompt(requests: Iterable[QueuedRequest]) -> list[list[QueuedRequest]]:
-    """Group requests with the same prompt, which is then prefilled once for all their completions.
+    """Group requests with equal prompts, so that each prompt is prefilled once for all of their completions.
 
-    Such are later turns of episodes with the same answers and replies so far.
+    Later turns have equal prompts if their episodes have had the same answers and replies so far.
     """
     groups: dict[object, list[QueuedRequest]] = {}
     for each in requests:
         prompt = each.prompt
         key = (prompt.token_ids_L.tobytes(), *(image.key for image in prompt.images), each.limit_tokens)
-        # the activation tape has a place for each request
+        # recorded requests stay separate: the activation tape has a place for each
         groups.setdefault(each.request.id if each.request.for_update else key, []).append(each)
     return list(groups.values())
 
 
 def as_one(group: Sequence[QueuedRequest]) -> QueuedRequest:
-    """A request for all completions of a group of `by_prompt`, which starts at the most tokens that any of it kept."""
+    """Merge a group of `by_prompt` into one request, with the longest kept KV cache among its requests."""
     longest = max(group, key=lambda each: each.first_new_token)
     return replace(longest, request=replace(longest.request, n=sum(each.n for each in group))) if group[1:] else longest
 
 
 def resumption(preempted: RemovedRow) -> QueuedRequest:
-    """The request that a preempted row goes on with: all its tokens but the newest are prefilled with its prompt."""
-    # the newest token was sampled and never fed: the next decode step feeds it
+    """Make the request that continues a preempted row; its tokens except the newest are prefilled with its prompt."""
+    # the newest token was never fed to the network: the next decode step does that
     origin, fed_T = preempted.row.request, preempted.token_ids_T[:-1]
     prompt = replace(origin.prompt, token_ids_L=np.concatenate([origin.prompt.token_ids_L, fed_T]))
-    # text tokens have one position on all axes
+    # the position of a text token is equal on all axes
     positions_3T = np.broadcast_to(
         origin.first_position + np.arange(len(fed_T)), (len(origin.positions_3L), len(fed_T))
     )

@@ -1,4 +1,4 @@
-"""Which requests of the engine run next, and which completion is preempted where the KV cache runs short."""
+"""Scheduling of the engine's requests: which one runs next, and which row is preempted if the KV cache is full."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from fovea.types import Completion
 from fovea_gym.utils.lru_cache import LRUCache
 
 PREFILL_PASSES = 2
-"""Forward passes' tokens of prompts that are admitted at once."""
+"""Number of forward passes whose tokens are the limit for prompts that are admitted at once."""
 
 
 class Scheduler:
     """The queue of an engine and its running requests.
 
-    Requests are admitted strictly first come, first served: a smaller one does not overtake, or a large one might wait
-    forever. A preempted completion waits at the head of the queue, as a request of its own (`resumption`).
+    Requests are admitted strictly first come, first served: if smaller ones could overtake, a large one might wait
+    forever. A preempted completion waits at the head of the queue as a separate request (`resumption`).
     """
 
     def __init__(self, pass_tokens: int) -> None:
-        """`pass_tokens` are the prompt tokens of one forward pass of prefill."""
+        """`pass_tokens` is the number of prompt tokens in one forward pass of the prefill."""
         self._most_new_tokens = PREFILL_PASSES * pass_tokens
         self._queue: deque[QueuedRequest] = deque()
         self._running: dict[QueuedRequest, list[Completion | None]] = {}
-        """Finished completions of each admitted request, oldest first; None for those that run or were preempted."""
+        """Finished completions of each admitted request, oldest request first; None for unfinished completions."""
         self._full = False
-        """The next request of the queue does not fit until some rows finish."""
+        """True if the next request of the queue does not fit until some rows finish."""
 
     def __bool__(self) -> bool:
-        """True while requests wait or run."""
+        """True while requests are waiting or running."""
         return bool(self._queue or self._running)
 
     @property
     def needs_exact(self) -> bool:
-        """True if a running request accepts no approximate weights."""
+        """True if a running request does not allow approximate weights."""
         return any(request.sampling.exact for request in self._running)
 
     def submit(self, request: QueuedRequest) -> None:
@@ -44,17 +44,17 @@ class Scheduler:
         self._queue.append(request)
 
     def admit(self, cache: Cache, turns: LRUCache[str, KeptKeys]) -> list[QueuedRequest]:
-        """Take the requests at the head of the queue that fit the cache, as many as are prefilled at once.
+        """Remove from the queue the first requests that fit the cache, as many as are prefilled at once.
 
-        Each gets the KV cache of its turn before where `turns` holds it. Preempted completions come first.
+        Each gets the KV cache of its previous turn if `turns` holds it. Preempted completions come first.
         """
         admitted: list[QueuedRequest] = []
         new_tokens = 0
         while self._queue and not self._full:
             request = self._queue[0].request
-            # not before: a request that waits must not hold what is evicted meanwhile
+            # looked up only now: a waiting request must not keep memory alive that is evicted meanwhile
             kept = None if request.continues is None else turns.get(request.continues)
-            # features and states of all these prompts are in memory together
+            # limits the image features and states of all these prompts, which are in memory together
             new_tokens += request.prompt.num_tokens - (0 if kept is None else kept.num_tokens)
             if admitted and new_tokens > self._most_new_tokens:
                 break
@@ -66,7 +66,7 @@ class Scheduler:
         return admitted
 
     def make_room(self, batch: DecodeBatch, cache: Cache, steps: int) -> None:
-        """Preempt the youngest rows until the others have room for these steps."""
+        """Preempt the youngest rows until the remaining ones have room for these steps."""
         while not cache.reserve(batch.tokens_after(steps)):
             age = {request: place for place, request in enumerate(self._running)}
             youngest = max(range(len(batch)), key=lambda row: (age[batch.rows[row].request], batch.rows[row].index))
@@ -75,12 +75,12 @@ class Scheduler:
             self._full = True
 
     def finish(self, row: DecodeRow, completion: Completion) -> None:
-        """Note the completion of a row, and answer its request with all of them after the last."""
+        """Record a row's completion; once its request has all of its completions, return them to the caller."""
         completions = self._running[row.request]
         completions[row.index] = completion
         if None not in completions:
             del self._running[row.request]
-            # the future of a cancelled caller is done already
+            # the future of a cancelled caller is already done
             if not row.request.done.done():
                 row.request.done.set_result([each for each in completions if each is not None])
         self._full = False

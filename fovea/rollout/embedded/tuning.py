@@ -1,4 +1,4 @@
-"""Performance settings of the embedded engine, with defaults by device."""
+"""Performance settings of the embedded engine, with defaults for each device."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ from fovea.rollout.embedded.prefill import PASS_TOKENS
 CacheKind = Literal["dense", "paged"]
 
 CUDA_DECODE_STEPS_PER_WAIT = 8
-"""Each sync makes the host wait for the device; on average a finished row decodes for half of this interval in vain."""
+"""Each wait stops the host until the device is done; with fewer waits, finished rows decode on in vain, for half of
+this interval on average."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneDnnLimits:
-    """Limits within which oneDNN's layout is faster; more rows or narrower layers gain nothing from its blocks."""
+    """Limits within which oneDNN's layout is faster; with more rows or narrower layers, its blocks do not help."""
 
     max_rows: int
     min_width: int
 
     def allow(self, rows: int, width: int) -> bool:
-        """True if a model of this width decodes so many rows faster."""
+        """True if a model of this width decodes this many rows faster."""
         return rows <= self.max_rows and width >= self.min_width
 
 
 ONEDNN_LIMITS = {torch.float32: OneDnnLimits(64, 256), torch.bfloat16: OneDnnLimits(256, 128)}
-"""By dtype: bfloat16 products are so short (AMX) that reading the weights bounds them for longer."""
+"""Limits by dtype: bfloat16 products are so fast (AMX) that reading the weights bounds them up to more rows."""
 
 PAGE_TOKENS = 32
-"""On average half a page of each row is empty."""
+"""Default page size; on average, half a page of each row is empty."""
 
 INT8 = "(int8 decoding)"
-"""Part of the engine's name where decode steps are inexact."""
+"""Suffix of the engine's name if decode steps are approximate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,38 +54,38 @@ class Tuning:
     """Performance settings; only `int8_decoding` changes results."""
 
     cache: CacheKind | None = None
-    """None: paged where the kernel passes its trial, else dense."""
+    """Kind of KV cache; None: paged if the kernel passes its trial, else dense."""
     page_tokens: int = PAGE_TOKENS
     """Page size of the paged cache."""
     decode_steps_per_wait: int | None = None
-    """Decode steps between waits to see which rows have finished. None: 8 on CUDA, 1 on CPUs, where a wait is free."""
+    """Decode steps between checks for finished rows. None: 8 on CUDA, 1 on CPUs, where checks are free."""
     pass_tokens: int = PASS_TOKENS
-    """Prompt tokens in one forward pass of prefill."""
+    """Prompt tokens in one forward pass of the prefill."""
     int8_decoding: bool = False
-    """Decode steps use 8-bit decode copies where requests allow it; prefill stays exact."""
+    """True to decode with 8-bit copies of the weights if all requests allow it; the prefill stays exact."""
     onednn_decoding: bool = True
-    """Decode steps use oneDNN decode copies where those are faster (`uses_onednn`)."""
+    """True to decode with copies of the weights in oneDNN's layout if that is faster (`uses_onednn`)."""
 
     @property
     def keeps_outputs_in_order(self) -> bool:
-        """True if each token passes once, in order, through exact weights, as a tape of linear outputs requires."""
+        """True if every token is run once, in order, with exact weights, as a tape of linear outputs requires."""
         return not self.int8_decoding and self.cache != "paged" and self.decode_steps_per_wait in (None, 1)
 
     def uses_onednn(self, rows: int, embed: Tensor) -> bool:
-        """True if oneDNN decode copies are faster for this many rows."""
+        """True if decode copies in oneDNN's layout are faster for this many rows."""
         if not self.onednn_decoding or not can_use_onednn(embed):
             return False
         return ONEDNN_LIMITS[embed.dtype].allow(rows, embed.shape[1])
 
     def decode_steps_on(self, device: torch.device) -> int:
-        """Decode steps between waits on this device."""
+        """Number of decode steps between waits on this device."""
         return self.decode_steps_per_wait or (CUDA_DECODE_STEPS_PER_WAIT if device.type == "cuda" else 1)
 
 
 def uses_pages(tuning: Tuning, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if the KV cache is a pool of pages: where it is asked for, else where the kernel passes its trial.
+    """True if the KV cache is paged, because `tuning` says so or because the kernel passes its trial.
 
-    False for a decoder with delta nets, whose states are beside the dense cache only.
+    Always False for a decoder with delta nets, whose states need the dense cache.
     """
     if shape.delta is not None:
         return False
@@ -94,7 +95,10 @@ def uses_pages(tuning: Tuning, shape: DecoderShape, device: torch.device, dtype:
 
 
 def make_cache(tuning: Tuning, shape: DecoderShape, like: Tensor, *, num_tokens: int) -> Cache:
-    """Make a cache with dtype and device of `like`; a paged cache without a kernel gathers its pages, for tests."""
+    """Make a KV cache with the dtype and device of `like`.
+
+    Without a kernel, a paged cache gathers its pages; this is for tests.
+    """
     if not uses_pages(tuning, shape, like.device, like.dtype):
         return DenseCache(shape, like, num_tokens=num_tokens)
     has_kernel = _paged_refusal(shape, like.device, like.dtype, tuning.page_tokens) is None
@@ -103,15 +107,15 @@ def make_cache(tuning: Tuning, shape: DecoderShape, like: Tensor, *, num_tokens:
 
 
 def decoding_note(text_config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Note for the start of a run on a GPU: the default decode path, and its cost where it is slow."""
+    """Note for the start of a run on a GPU: the default decoding method, and its cost if it is slow."""
     refusal = _paged_refusal(decoder_shape(text_config), device, dtype, PAGE_TOKENS)
     if refusal is None:
         rows, most = TRIALS[-1]
-        return f"decoding: pages of keys by a Triton kernel (tried on {rows} rows of {most} keys), CUDA graphs"
+        return f"decoding: paged attention by a Triton kernel (tried on {rows} rows of {most} keys), CUDA graphs"
     return (
-        f"slow: decoding: the kernel for pages of keys is not used ({refusal}); the engine decodes over a dense cache "
-        "and without CUDA graphs, which is three to six times slower; report it with the output of `fovea doctor`, or "
-        "use rollout.engine=vllm"
+        f"slow: decoding: the paged attention kernel is not used ({refusal}); the engine decodes with a dense KV cache "
+        "and without CUDA graphs, which is three to six times slower; report this with the output of `fovea doctor`, "
+        "or use rollout.engine=vllm"
     )
 
 
@@ -119,14 +123,14 @@ def _paged_refusal(shape: DecoderShape, device: torch.device, dtype: torch.dtype
     if device.type == "cpu":
         return "there is no kernel for CPUs"
     if shape.delta is not None:
-        return "delta nets have their states beside the dense cache only"
+        return "delta nets need the dense KV cache"
     return paged_refusal(heads_of(shape, device, dtype), page_tokens)
 
 
 def make_stepper(vlm: VLM, weights: TextWeights, shape: DecoderShape, cache: Cache) -> Forward:
-    """Make the stepper that fits a cache: CUDA graphs for pages, else eager."""
+    """Make the stepper for a cache: CUDA graphs for the paged cache, else eager."""
     eager = Stepper(vlm, weights, shape, cache)
-    # graphs need the fixed addresses that only the paged cache has
+    # graphs need fixed addresses, which only the paged cache has
     if isinstance(cache, PagedCache):
         return GraphStepper(eager, cache, vlm.banned_K, CudaCapture() if weights.embed.is_cuda else rerun)
     return eager

@@ -1,4 +1,4 @@
-"""SGLang as a rollout engine, in its own processes; an optional extra."""
+"""SGLang as a rollout engine, in separate processes; an optional extra."""
 
 from importlib.util import find_spec
 

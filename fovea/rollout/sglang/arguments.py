@@ -1,4 +1,4 @@
-"""The settings of `rollout.engine=sglang` as SGLang's own server arguments, and the making of the engine."""
+"""Construction of the engine for `rollout.engine=sglang`, from its settings and SGLang's server arguments."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.utils.launch import module_command
 
 FAMILIES = TESTED_FAMILIES["SGLang"]
-"""Families whose processed tensors and fused weights are those of `rollout.sglang.inputs` and `.scheduler`."""
+"""Families whose processed tensors and fused weights `rollout.sglang.inputs` and `rollout.sglang.scheduler` support."""
 
 PATCH_VALUES = 1176
-"""Values of a patch (3 x 2 x 14 x 14) by which SGLang tells pixels from features, only for Qwen2.5-VL."""
+"""Values per patch (3 x 2 x 14 x 14) by which SGLang distinguishes pixels from features, for Qwen2.5-VL only."""
 DEEPSTACK_LAYERS = 3
 """Vision layers whose features SGLang's Qwen3-VL-MoE adds to its decoder, whatever the config says."""
 
 CONTEXT_MARGIN_TOKENS = 8
-"""SGLang keeps some tokens of its context length to itself."""
+"""Tokens added to SGLang's context length, since SGLang reserves a few of them."""
 
 SETTINGS: Mapping[str, str] = {
     "tp_size": "tensor_parallel_size",
@@ -52,30 +52,30 @@ SETTINGS: Mapping[str, str] = {
     "chunked_prefill_size": "enable_chunked_prefill",
     "disable_cuda_graph": "enforce_eager",
 }
-"""The setting that stands for an argument of SGLang."""
+"""Maps SGLang's arguments to the settings that control them."""
 CPU_ARGUMENTS: Mapping[str, Any] = {
-    # SGLang's own kernels for CPUs need AMX
+    # SGLang's own CPU kernels need AMX
     "attention_backend": "torch_native",
     "mm_attention_backend": "sdpa",
     "grammar_backend": "none",
     "disable_overlap_schedule": True,
-    # an idle scheduler would keep a core busy that the trainer computes on
+    # otherwise an idle scheduler keeps a core busy that the trainer needs
     "sleep_on_idle": True,
 }
 
 ENVIRONMENT: Mapping[str, str] = {
-    # features of images would outlive the weights that made them
+    # cached image features would outlive the weights that computed them
     "SGLANG_VLM_CACHE_SIZE_MB": "0",
-    # else log-probs before temperature and bans, which are not what is sampled from
+    # otherwise log-probs are those before temperature and bans, not of the distribution that is sampled from
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-    # for the margin; Fovea compares max_model_len with the model itself
+    # allows CONTEXT_MARGIN_TOKENS; Fovea itself compares max_model_len with the model
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
 }
-"""Environment of the engine's processes, whatever that of the trainer is."""
+"""Environment variables of the engine's processes, which override the trainer's."""
 HOST = tuple(module_command("fovea.rollout.sglang.host"))
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    # its sampler is compiled else, for which a CPU needs a C++ compiler
+    # otherwise SGLang compiles its sampler, which needs a C++ compiler on a CPU
     "TORCHDYNAMO_DISABLE": "1",
 }
 
@@ -83,9 +83,9 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
 def make_engine(
     settings: SglangSettings, model: Model, processor: Processor, *, max_model_len: int, seed: int
 ) -> SglangEngine:
-    """Start SGLang on the model's folder, in its own processes; ConfigError for what it refuses.
+    """Start SGLang with the model's folder, in separate processes; ConfigError if it refuses the model or an argument.
 
-    `max_model_len` is the default of the setting.
+    `max_model_len` is the default of the setting with this name.
     """
     check_family(processor.family.model_type, FAMILIES, model=model.name, setting=settings.name, engine="SGLang")
     assert model.path is not None, "an engine serves a model from its folder"
@@ -134,7 +134,7 @@ def make_engine(
 def server_arguments(
     settings: SglangSettings, model: Model, *, max_model_len: int, seed: int, device: torch.device
 ) -> dict[str, Any]:
-    """SGLang's server arguments; ConfigError for an `engine_args` that it lacks, or that another setting stands for."""
+    """Build SGLang's server arguments; ConfigError for an `engine_args` that is unknown or has its own setting."""
     chosen = _chosen(settings, max_model_len, on_cpu=device.type == "cpu")
     fixed = _fixed(model, seed, device)
     check_arguments(
@@ -150,7 +150,7 @@ def server_arguments(
 
 
 def _chosen(settings: SglangSettings, max_model_len: int, *, on_cpu: bool) -> dict[str, Any]:
-    """The arguments that settings stand for, as `SETTINGS` has them; None leaves one to SGLang."""
+    """Arguments that settings control, as in `SETTINGS`; an argument that is None is left to SGLang."""
     total_tokens = settings.max_total_tokens or (max(CPU_KV_CACHE_TOKENS, 2 * max_model_len) if on_cpu else None)
     arguments = {
         "tp_size": settings.tensor_parallel_size,
@@ -176,9 +176,9 @@ def _fixed(model: Model, seed: int, device: torch.device) -> dict[str, Any]:
         "base_gpu_id": device.index or 0,
         # frees memory for the update
         "enable_memory_saver": device.type != "cpu",
-        # the one that draws by seed
+        # the backend that samples by a request's seed
         "sampling_backend": "pytorch",
-        # stop tokens and sampling come with every request
+        # every request carries its own stop tokens and sampling parameters
         "sampling_defaults": "openai",
         "skip_server_warmup": True,
         "disable_radix_cache": False,
@@ -186,16 +186,16 @@ def _fixed(model: Model, seed: int, device: torch.device) -> dict[str, Any]:
 
 
 def check_vision(config: PretrainedConfig, model: str) -> None:
-    """Raise ConfigError for a vision tower that SGLang would read otherwise than its config says."""
+    """Raise ConfigError for a vision tower that SGLang would not run as its config says."""
     vision = config.vision_config
     if config.model_type == "qwen2_5_vl" and 3 * vision.temporal_patch_size * vision.patch_size**2 != PATCH_VALUES:
         raise ConfigError(
-            f"SGLang takes the patches of a Qwen2.5-VL for features unless they are 14 x 14 pixels, and {model} has "
+            f"SGLang mistakes patches of a Qwen2.5-VL for features unless they are 14 x 14 pixels, and {model} has "
             f"patches of {vision.patch_size} x {vision.patch_size}; use another engine, such as rollout.engine=embedded"
         )
     if config.model_type == "qwen3_vl_moe" and len(vision.deepstack_visual_indexes) != DEEPSTACK_LAYERS:
         raise ConfigError(
-            f"SGLang adds features of {DEEPSTACK_LAYERS} vision layers to the decoder of a Qwen3-VL-MoE, and {model} "
+            f"SGLang adds features of {DEEPSTACK_LAYERS} vision layers to the decoder of a Qwen3-VL-MoE, but {model} "
             f"has deepstack_visual_indexes={vision.deepstack_visual_indexes}; use another engine, such as "
             "rollout.engine=embedded"
         )

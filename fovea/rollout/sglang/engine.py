@@ -1,6 +1,6 @@
-"""SGLang behind the `Engine` protocol, in its own processes: continuous batching, paged KV cache, prefix cache.
+"""SGLang in separate processes as an `Engine`: continuous batching, paged KV cache, prefix cache.
 
-The completions of a group share their prompt by SGLang's radix cache, and so do the turns of an episode.
+Through SGLang's radix cache, the completions of a group share their prompt, and the turns of an episode their history.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fovea.rollout.sglang.weights import SglangWeights
 from fovea.types import Completion, Request, Shape
 
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
-"""SGLang's names of the memory that it can free."""
+"""SGLang's names for the memory that it can free."""
 ABORT_SECONDS = 60.0
-"""Longest wait for the ends of requests that were cancelled."""
+"""Maximum time to wait for cancelled requests to end."""
 
 
 class SglangEngine:
-    """Samples completions with SGLang, which has its own weights."""
+    """Samples completions with SGLang in separate processes, which has its own weights."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class SglangEngine:
         self._text = text
         self._readiness = Readiness(max_model_len=max_model_len, max_images=max_images)
         self._running: set[str] = set()
-        """Ids of the requests whose callers wait."""
+        """Ids of the requests whose callers are waiting."""
         self._given_up: set[Future[Any]] = set()
-        """Ends of requests whose callers have gone."""
+        """Futures of requests whose callers were cancelled."""
         self._freed: frozenset[str] = frozenset()
 
     @property
@@ -55,7 +55,7 @@ class SglangEngine:
         return "sglang"
 
     async def generate(self, request: Request) -> Sequence[Completion]:
-        """Sample n completions of one prompt; EngineError when they cannot fit, or while asleep."""
+        """Sample n completions of one prompt; EngineError if they cannot fit, or while the engine is asleep."""
         self._readiness.check(request)
         drawing = self.process.call("generate", request.id, self.translator.sample_inputs(request))
         self._running.add(request.id)
@@ -72,7 +72,7 @@ class SglangEngine:
     async def sleep(self) -> None:
         """Free weights and KV cache for the update; EngineError while requests run.
 
-        The weight sync after the update brings the weights back: nothing is kept of them.
+        No copy of the weights is kept, since the weight sync after the update sends them again.
         """
         self._check_idle("sleep was called")
         if not self._readiness.asleep:
@@ -82,7 +82,7 @@ class SglangEngine:
         self._readiness.asleep = True
 
     async def wake(self) -> None:
-        """Accept requests again; EngineError if no weights were sent since `sleep` freed them."""
+        """Accept requests again; EngineError if the weights have not been sent since `sleep` freed them."""
         if self._readiness.asleep:
             self._readiness.check_wakes()
             self._allocate(CACHE, GRAPHS)
@@ -93,32 +93,32 @@ class SglangEngine:
         self.process.check()
 
     async def close(self) -> None:
-        """Cancel running requests and end SGLang's processes."""
+        """Cancel running requests and stop SGLang's processes."""
         self._readiness.lose_weights(CLOSED)
         self.process.close()
 
     @property
     def has_weights(self) -> bool:
-        """True if SGLang holds all weights, so that a weight sync may bring only changed weights."""
+        """True if SGLang holds all weights, so that a weight sync may send only changed ones."""
         return self._weights.are_complete
 
     def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
         """Prepare for weights of these names and shapes, adapters merged; requests are refused until `finish_sync`.
 
-        EngineError, and nothing changed, while requests run, or if they are not those that SGLang was started from.
+        Raises EngineError, without any change, while requests run or if the weights do not match SGLang's checkpoint.
         """
-        self._check_idle("new weights came")
+        self._check_idle("new weights arrived")
         self._weights.check(shapes)
         self._readiness.lose_weights(BROKEN_SYNC)
         self._allocate(WEIGHTS)
         self._weights.begin()
 
     def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Load some of them in place."""
+        """Load a bucket of weights in place."""
         self._weights.take(bucket)
 
     def finish_sync(self, version: int) -> None:
-        """Compare every value with what was sent, and empty every cache made with older weights."""
+        """Compare all weights with those sent, and empty all caches made with older ones."""
         self._weights.finish()
         self._readiness.version = version
 
@@ -127,17 +127,17 @@ class SglangEngine:
         self._freed |= frozenset(memory)
 
     def _allocate(self, *memory: str) -> None:
-        """Allocate what of this was freed, once: SGLang fails at what it already has."""
+        """Allocate the parts of this memory that were freed; SGLang fails if they are already allocated."""
         if freed := [each for each in memory if each in self._freed]:
             self.process.run("restore", freed)
             self._freed -= frozenset(freed)
 
     def _check_idle(self, call: str) -> None:
-        """Raise EngineError while requests run; wait for the ends of those whose callers have gone."""
+        """Raise EngineError while requests run; wait for cancelled requests to end."""
         check_idle(call, len(self._running))
         self._given_up = wait(self._given_up, ABORT_SECONDS).not_done
         if self._given_up:
             raise EngineError(
-                f"{call}, and SGLang has not ended {len(self._given_up)} requests that were cancelled within "
-                f"{ABORT_SECONDS:g} s; start again to go on from the last checkpoint"
+                f"{call}, but SGLang has not ended {len(self._given_up)} cancelled requests within "
+                f"{ABORT_SECONDS:g} s; start again to continue from the last checkpoint"
             )

@@ -1,8 +1,8 @@
-"""The process that holds SGLang's engine; `python -P -m fovea.rollout.sglang.host DESCRIPTOR`.
+"""The process that runs SGLang's engine: `python -P -m fovea.rollout.sglang.host DESCRIPTOR`.
 
-SGLang's engine takes over the process that makes it. It replaces the policy of event loops and the way in which
-processes are started, kills the whole process when one of its workers fails, and kills all children of the process when
-it ends. A trainer has graders and loggers among its children, and must tell why it ends: so the engine gets this one.
+SGLang's engine takes over the process that creates it. It replaces the event loop policy and the multiprocessing start
+method, kills the process when one of its workers fails, and kills all children of the process when it shuts down. The
+trainer has other children, such as graders and loggers, and must report why it ends: so the engine gets this process.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from fovea.rollout.sglang.inputs import SampleInputs
 from fovea.rollout.sglang.scheduler import run_scheduler
 
 IDLE_SECONDS = 60.0
-"""Longest wait for a scheduler that puts away requests which have ended."""
+"""Maximum time to wait for the scheduler to clean up finished requests."""
 
 
 class SeededEngine(SglangEngine):  # type: ignore[misc]
-    """SGLang's engine with schedulers that draw by seed and compare weights (`rollout.sglang.scheduler`)."""
+    """SGLang's engine with schedulers that sample by seed and compare weights (`rollout.sglang.scheduler`)."""
 
     run_scheduler_process_func = staticmethod(run_scheduler)
 
 
 class Host:
-    """Methods of an engine that the trainer may call."""
+    """Methods of the engine that the trainer may call."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._manager = engine.tokenizer_manager
         self._ids: dict[str, list[str]] = {}
-        """By name of a request, SGLang's ids of its completions that are being sampled."""
+        """By request name, SGLang's ids of the completions that are being sampled."""
         self._is_syncing = False
 
     async def generate(self, request: str, sample_inputs: Sequence[SampleInputs]) -> EngineOutput:
-        """Draw completions of one prompt, whose keys and values are computed once; `request` names them for `abort`.
+        """Sample completions of one prompt, which is prefilled once; `request` is their name for `abort`.
 
-        The prompt goes through first, by itself: of requests that begin together, each would compute it.
+        The prompt is prefilled by a separate first request, since requests that start together would each prefill it.
         """
         self._ids[request] = [drawing["rid"] for drawing in sample_inputs]
         try:
@@ -67,41 +67,41 @@ class Host:
             self._ids.pop(request, None)
 
     async def abort(self, request: str) -> None:
-        """End a call of `generate`, which then returns what it has sampled so far."""
+        """Abort a call of `generate`, which then returns the tokens sampled so far."""
         for rid in self._ids.pop(request, []):
             self._manager.abort_request(rid)
 
     async def release(self, tags: Sequence[str]) -> None:
-        """Free memory by SGLang's names for it, when all requests have ended; what it held is lost."""
-        # a scheduler that is asked to free memory in the very step in which it has ended a request ends itself
+        """Free memory under SGLang's names, once all requests have ended; its contents are lost."""
+        # a scheduler that is asked to free memory in the same step in which it finished a request would exit
         await self._empty_caches()
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(tags)))
 
     async def restore(self, tags: Sequence[str]) -> None:
-        """Allocate memory again that `release` freed."""
+        """Allocate again the memory that `release` freed."""
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(tags)))
 
     async def begin_sync(self) -> None:
-        """Prepare for new weights; a weight sync that broke off is ended first."""
+        """Prepare for new weights; a weight sync that failed before is ended first."""
         if self._is_syncing:
             await self._end_sync()
         _check(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
         self._is_syncing = True
 
     async def receive_weights(self, payloads: Sequence[bytes]) -> None:
-        """Load some weights, which come as a payload for each worker."""
+        """Load a bucket of weights, given as one payload for each worker."""
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=list(payloads), flush_cache=False)
         _check(await self._manager.update_weights_from_tensor(request, None))
 
     async def finish_sync(self, sent: str) -> None:
-        """End a weight sync, compare what workers hold with what was sent (`scheduler.compare`), and empty all caches."""
+        """End a weight sync, compare the workers' weights with those sent (`scheduler.compare`), and empty caches."""
         await self._end_sync()
-        # it blocks; nothing else is going on
+        # this call blocks the loop, on which nothing else is running now
         self._engine.collective_rpc("compare", sent=sent)
         await self._empty_caches()
 
     async def close(self) -> None:
-        """End all processes of the engine but this one, which ends when its loop does."""
+        """Stop all other processes of the engine; this one ends when its event loop does."""
         self._engine.shutdown()
 
     async def _end_sync(self) -> None:
@@ -109,7 +109,7 @@ class Host:
         self._is_syncing = False
 
     async def _empty_caches(self) -> None:
-        """Empty all caches, once the scheduler has put away the last requests."""
+        """Empty all caches, once the scheduler has cleaned up the last requests."""
         flushed = await self._manager.flush_cache(timeout_s=IDLE_SECONDS)
         _check((flushed.success, flushed.message))
 
@@ -122,7 +122,7 @@ def _sampled(output: Mapping[str, Any]) -> Sampled:
     about = output["meta_info"]
     chosen = about["output_token_logprobs"]
     ids = list(output["output_ids"])
-    assert ids == [token for _, token, *_ in chosen], "log-probs of other tokens than were sampled"
+    assert ids == [token for _, token, *_ in chosen], "the log-probs belong to other tokens"
     end = about["finish_reason"]
     return Sampled(
         token_ids=ids,
@@ -144,14 +144,15 @@ def _check(result: tuple[bool, str]) -> None:
 
 
 async def serve(engine: Any, connection: Connection) -> None:
-    """Serve the trainer until it hangs up, or is gone."""
-    # on a CPU SGLang collects garbage whenever it frees caches, in every weight sync: not through all objects of its start
+    """Serve the trainer until it closes the connection or its process ends."""
+    # on a CPU, SGLang collects garbage whenever it frees caches, which every weight sync does: exclude all objects that
+    # exist now
     await engine.tokenizer_manager.freeze_gc()
     await serve_parent(Host(engine), connection, "SGLang: ")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Make the engine that the first message asks for, and serve the trainer; SGLang's server arguments are in it."""
+    """Create the engine from the server arguments in the trainer's first message, and serve the trainer."""
     connection, server_arguments = begin(int(arguments[0]))
     engine = SeededEngine(**server_arguments)
     engine.loop.run_until_complete(serve(engine, connection))

@@ -1,4 +1,4 @@
-"""The launch of SGLang's OpenAI-compatible server, a separate process (`rollout.sglang.server_process`)."""
+"""The command that starts SGLang's OpenAI-compatible server, a separate process (`rollout.sglang.server_process`)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fovea_gym.utils.launch import module_command
 
 PROCESS = "fovea.rollout.sglang.server_process"
 SERVER_ENVIRONMENT = {
-    # its answer would wait for a separate completion
+    # otherwise the health endpoint generates a completion before it answers
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-    # a web server without the key and the bans
+    # SGLang's Rust server would check neither the key nor the banned ids
     "SGLANG_RUST_SERVER": "0",
 }
 
 
 def launch(server: ModelServer) -> Launch:
-    """The process of a server; ConfigError for an argument that is set here, or that SGLang lacks."""
+    """Build the command and environment of a server; ConfigError for an argument that is unknown or set by Fovea."""
     if server.weights_dir is not None:
         raise ConfigError(
-            "--for-training needs --engine vllm: SGLang's server takes no syncs of Fovea's; rollout.engine=sglang "
-            "starts SGLang by itself"
+            "--for-training needs --engine vllm: SGLang's server cannot receive weight syncs; train with "
+            "rollout.engine=sglang, which starts SGLang itself"
         )
     config = AutoConfig.from_pretrained(server.folder, trust_remote_code=False, local_files_only=True)
     check_family(config.model_type, FAMILIES, model=str(server.folder), setting="sglang", engine="SGLang")
@@ -42,10 +42,10 @@ def launch(server: ModelServer) -> Launch:
         "host": server.host,
         "port": server.port,
         "trust_remote_code": False,
-        # one process and one web server, which have the key and the bans
+        # a single process and web server, with the check of the key and the banned ids
         "tokenizer_worker_num": 1,
         "enable_http2": False,
-        # by a separate request, which others would wait for
+        # the warm-up is a request for which others would have to wait
         "skip_server_warmup": True,
     }
     given = checked(server, fixed)

@@ -1,6 +1,6 @@
 """The process that `rollout.sglang.server` starts: `python -m fovea.rollout.sglang.server_process ARGUMENTS`.
 
-The arguments are JSON, and the key comes by an environment variable: every user of the machine can list a command line.
+The arguments are JSON. The key is in an environment variable, since every user of the machine can list command lines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fovea.rollout.server_guard import Guard
 
 
 def main(arguments: dict[str, Any]) -> None:
-    """Serve until a signal ends the process."""
+    """Serve until a signal stops the process."""
     app.add_middleware(Guard)
     launch_server(ServerArgs(**arguments, api_key=os.environ.get(API_KEY_ENV)))
 

@@ -1,8 +1,8 @@
-"""Weights of a policy into SGLang: names and shapes checked first, then loaded in buckets, then read back.
+"""Weight sync into SGLang: names and shapes are checked first, then weights are loaded in buckets, then read back.
 
-A name that SGLang does not know, or a shape that does not fit, ends its scheduler. The first weight sync therefore brings all
-weights of the checkpoint that SGLang was started from, in its shapes, and later ones some of them; others are refused
-before they begin.
+An unknown name or a wrong shape makes SGLang's scheduler exit. The first weight sync must therefore send all weights of
+the checkpoint that SGLang was started from, in its shapes, and later ones a subset of them; any other weight sync is
+refused before it begins.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fovea.utils.tensor_records import handles
 
 
 class Sent(NamedTuple):
-    """A weight that was sent."""
+    """Size and hash of a weight that was sent."""
 
     num_rows: int
     num_values: int
     bits: int
-    """Its `value_hash` in the engine's type."""
+    """The weight's `value_hash` in the engine's dtype."""
 
 
 class SglangWeights:
@@ -50,16 +50,17 @@ class SglangWeights:
         held = checkpoint_shapes(model, revision, is_tied=is_tied)
         self._expected = {plain_name(name): shape for name, shape in held.items()}
         self._names = {plain_name(name): name for name in held}
-        """Names in the checkpoint, which are those that SGLang loads."""
+        """Names in the checkpoint, under which SGLang loads weights, by plain names."""
         self.are_complete = False
-        """True if SGLang holds all weights of some syncs, the last of which has ended."""
+        """True if SGLang holds all weights, and the last weight sync has finished."""
         self._sending: dict[str, tuple[Shape, Tensor]] = {}
-        """Shapes and hashes of the weights of this weight sync, by their names in the checkpoint; not read from the device."""
+        """Shape and hash of each weight of this weight sync, by its name in the checkpoint; the hashes are still on the
+        device."""
         self._sent: dict[str, Sent] = {}
-        """All weights that were sent and not replaced, by their names in the checkpoint."""
+        """The newest values of all weights that were sent, by their names in the checkpoint."""
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise EngineError unless these are all weights, or after a weight sync of all some of them, in their shapes."""
+        """Raise EngineError for a wrong name or shape, and for a missing weight if SGLang does not hold all yet."""
         sent = {plain_name(name): shape for name, shape in shapes.items()}
         wanted = sent.keys() & self._expected.keys() if self.are_complete else self._expected.keys()
         check_shapes(sent, {name: self._expected[name] for name in wanted}, engine="SGLang")
@@ -70,13 +71,13 @@ class SglangWeights:
         self._process.run("begin_sync")
 
     def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Load some of them."""
+        """Load a bucket of weights."""
         named = [(self._names[plain_name(name)], tensor) for name, tensor in bucket]
         self._sending |= {name: (tuple(tensor.shape), value_hash(tensor, self._dtype)) for name, tensor in named}
         self._process.run("receive_weights", [handles(named) for _ in range(self._workers)])
 
     def finish(self) -> None:
-        """End the weight sync, and empty all caches; EngineError if SGLang holds other values than were sent, ever."""
+        """Finish the weight sync and empty all caches; EngineError if SGLang's weights differ from those sent."""
         (hashes,) = read_hashes([each for _, each in self._sending.values()])
         for (name, (shape, _)), bits in zip(self._sending.items(), hashes, strict=True):
             self._sent[name] = Sent(shape[0], prod(shape), bits)
@@ -84,12 +85,12 @@ class SglangWeights:
         self.are_complete = True
 
     def forget(self) -> None:
-        """Take over that SGLang has freed its weights: the next weight sync must bring all of them."""
+        """Record that SGLang has freed its weights; the next weight sync must send all of them."""
         self.are_complete = False
 
 
 def plain_name(name: str) -> str:
-    """The name of a weight without the level between model and language model, which some checkpoints have."""
+    """Strip from a weight's name the level between model and language model that some checkpoints have."""
     for nested, plain in (("model.language_model.", "model."), ("model.visual.", "visual.")):
         if name.startswith(nested):
             return plain + name.removeprefix(nested)

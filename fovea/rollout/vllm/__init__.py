@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine, in this process, and as a server; an optional extra."""
+"""vLLM as a rollout engine, in this process or as a server; an optional extra."""
 
 import os
 from importlib.util import find_spec
@@ -13,11 +13,11 @@ if find_spec("vllm") is None:
     )
 
 DEFAULTS = {
-    "VLLM_NO_USAGE_STATS": "1",  # a run tells nobody about itself
-    "VLLM_LOGGING_LEVEL": "WARNING",  # its start logs fifty lines into a run's display
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a CPU build would else run its one worker in a process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a CPU build would else pin the trainer's threads too
+    "VLLM_NO_USAGE_STATS": "1",  # runs send no usage statistics
+    "VLLM_LOGGING_LEVEL": "WARNING",  # at INFO, its start prints about fifty lines into a run's output
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # otherwise a CPU build runs its single worker in another process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise a CPU build also pins the trainer's threads
 }
 for name, value in DEFAULTS.items():
-    # before vLLM is imported, which reads some of them once
+    # set before the import of vLLM, which reads some of them only once
     os.environ.setdefault(name, value)

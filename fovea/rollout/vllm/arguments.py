@@ -1,4 +1,4 @@
-"""The settings of `rollout.engine=vllm` as vLLM's own engine arguments, and the making of the engine."""
+"""Construction of the engine for `rollout.engine=vllm`, from its settings and vLLM's engine arguments."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from fovea_gym.errors import ConfigError, first_line, named
 RECEIVER = "fovea.rollout.vllm.worker.WeightReceiver"
 
 FAMILIES = TESTED_FAMILIES["vLLM"]
-"""Families whose processed tensors vLLM takes by the names of `rollout.outputs`."""
+"""Families whose processed tensors vLLM accepts under the names in `rollout.outputs.stacked`."""
 
 
 def make_engine(
     settings: VllmSettings, model: Model, processor: Processor, *, max_model_len: int, seed: int
 ) -> VllmEngine:
-    """Start vLLM in this process on the model's folder; ConfigError for what it refuses.
+    """Start vLLM in this process with the model's folder; ConfigError if vLLM refuses the model or an argument.
 
-    `max_model_len` is the default of the setting.
+    `max_model_len` is the default of the setting with this name.
     """
     config = check_model(processor, model, settings.name)
     max_model_len = fitting_length(config, settings.max_model_len, max_model_len, model=model.name)
@@ -54,12 +54,12 @@ def make_engine(
     arguments = engine_arguments(settings, model, max_model_len=max_model_len, seed=seed, gpus=gpus)
     if processor.family.model_type in DELTA_NETS:
         check_delta_nets(model, on_cpu=gpus is None, takes_adapters=settings.enable_lora)
-        # with it vLLM splits prompts, which its CPU build fails on
+        # prefix caching makes vLLM split prompts, which fails in its CPU build
         arguments["enable_prefix_caching"] = gpus is not None
     refusal = named(lambda error: ConfigError(f"rollout.engine=vllm: vLLM does not start: {first_line(error)}"))
     with refusal, keeping_gpu():
         vllm_config = EngineArgs(**arguments).create_engine_config()
-        # not by `from_engine_args`, which asks an environment variable whether to use processes
+        # not `from_engine_args`, which reads an environment variable to decide about worker processes
         with in_a_world_of_its_own():
             llm = LLMEngine(vllm_config, Executor.get_class(vllm_config), log_stats=False, multiprocess_mode=False)
     fields = llm.renderer.get_mm_processor()._get_mm_fields_config
@@ -76,7 +76,7 @@ def make_engine(
 
 
 def check_model(processor: Processor, model: Model, setting: str) -> PretrainedConfig:
-    """The config of a model; ConfigError if its images cannot be handed to vLLM. `setting` is the engine's name."""
+    """Return the model's config; ConfigError if Fovea cannot pass its images to vLLM. `setting` names the engine."""
     check_family(processor.family.model_type, FAMILIES, model=model.name, setting=setting, engine="vLLM")
     assert model.path is not None, "an engine serves a model from its folder"
     config: PretrainedConfig = AutoConfig.from_pretrained(model.path, **hub_options(model))
@@ -85,7 +85,7 @@ def check_model(processor: Processor, model: Model, setting: str) -> PretrainedC
 
 
 def check_delta_nets(model: Model, *, on_cpu: bool, takes_adapters: bool) -> None:
-    """Raise ConfigError where vLLM (0.32) does not run a model with delta nets."""
+    """Raise ConfigError for settings with which vLLM (0.32) cannot run a model with delta nets."""
     if on_cpu and model.dtype != "bfloat16":
         raise ConfigError(
             f"rollout.engine=vllm and model.dtype={model.dtype}, but {model.name} has delta nets, which vLLM computes "
@@ -94,15 +94,15 @@ def check_delta_nets(model: Model, *, on_cpu: bool, takes_adapters: bool) -> Non
     if takes_adapters:
         raise ConfigError(
             f"rollout.engine.enable_lora=true, but {model.name} has delta nets, whose adapters Fovea does not sync to "
-            "vLLM; set rollout.engine.enable_lora=false, and it gets merged weights"
+            "vLLM; set rollout.engine.enable_lora=false, which sends merged weights"
         )
 
 
 @contextmanager
 def in_a_world_of_its_own() -> Iterator[None]:
-    """Put the process group of the run out of sight: vLLM takes over one that it finds.
+    """Hide the run's process group from vLLM, which would otherwise use it as its own world.
 
-    It would make its own groups in calls that every rank of the run has to join, also those without vLLM.
+    vLLM would then create its groups in collective calls that all ranks of the run must join, also those without vLLM.
     """
     of_the_run = dist.GroupMember.WORLD
     dist.GroupMember.WORLD = None
@@ -115,9 +115,9 @@ def in_a_world_of_its_own() -> Iterator[None]:
 def engine_arguments(
     settings: VllmSettings, model: Model, *, max_model_len: int, seed: int, gpus: list[int] | None = None
 ) -> dict[str, Any]:
-    """vLLM's engine arguments; ConfigError for an `engine_args` that it lacks, or that another setting stands for.
+    """Build vLLM's engine arguments; ConfigError for an `engine_args` that is unknown or has its own setting.
 
-    `gpus` are indices among the GPUs that this process sees; None on a CPU.
+    `gpus` holds indices among the GPUs that this process sees; None on a CPU.
     """
     on_cpu = bool(current_platform.is_cpu())
     kv_cache_gib = settings.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else None)
@@ -128,7 +128,7 @@ def engine_arguments(
         "max_model_len": max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
-        # the CPU build fails on a seeded request whose prompt it has prefilled in part (0.32)
+        # vLLM's CPU build (0.32) fails on a seeded request whose prompt is prefilled in chunks
         "enable_chunked_prefill": settings.enable_chunked_prefill and not on_cpu,
         "enforce_eager": settings.enforce_eager,
         "limit_mm_per_prompt": {"image": settings.limit_mm_per_prompt.image, "video": 0},
@@ -142,9 +142,9 @@ def engine_arguments(
         **TRAINED_ON,
         "enable_sleep_mode": not on_cpu,
         "worker_extension_cls": RECEIVER,
-        # else each process of torchrun would take the first GPU
+        # otherwise every process of torchrun would use the first GPU
         "device_ids": gpus,
-        # one worker in this process takes weights by reference; several are processes, to which weights are copied
+        # a single worker runs in this process and receives weights by reference; several are processes that get copies
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
     }
     if settings.enable_lora and model.lora is not None:

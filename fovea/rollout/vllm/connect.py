@@ -1,4 +1,4 @@
-"""The servers of `rollout.engine=vllm_servers`, from its settings."""
+"""Connection to the servers of `rollout.engine=vllm_servers`, from its settings."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fovea_gym.errors import ConfigError, first_line, named
 from fovea_gym.utils.http_json import CallBounds, JsonServer
 
 REQUESTS_AT_ONCE = 256
-"""Most requests of one server at once: as many as vLLM decodes by default."""
+"""Maximum number of concurrent requests to one server: as many as vLLM decodes at once by default."""
 
 
 def connect(settings: Settings, model: Model, processor: Processor, *, max_model_len: int) -> VllmServers:
-    """Wait for all servers, and check that they are fit; ConfigError or EngineError where they are not.
+    """Wait for all servers, and check that they are suitable; ConfigError or EngineError if one is not.
 
-    `max_model_len` is the longest prompt with its completion, in tokens; fewer if the model has positions for fewer.
+    `max_model_len` is the maximum length of a prompt with its completion, in tokens; the model's positions cap it.
     """
     checked = check_model(processor, model, settings.name)
     max_model_len = fitting_length(checked, None, max_model_len, model=model.name)
@@ -54,7 +54,7 @@ def connect(settings: Settings, model: Model, processor: Processor, *, max_model
 
 
 def _model_config(model: Model, max_model_len: int) -> Any:
-    """vLLM's own reading of the model's folder, without an engine."""
+    """Let vLLM read the configuration of the model's folder, without starting an engine."""
     arguments = EngineArgs(
         model=model.path,
         revision=model.revision,

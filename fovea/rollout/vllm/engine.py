@@ -1,6 +1,6 @@
-"""vLLM behind the `Engine` protocol, in this process: continuous batching, paged KV cache, prefix cache.
+"""vLLM in this process as an `Engine`: continuous batching, paged KV cache, prefix cache.
 
-The completions of a group share their prompt by vLLM's prefix cache, and so do the turns of an episode.
+Through the prefix cache, the completions of a group share their prompt, and the turns of an episode their history.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fovea_gym.errors import first_line, named
 
 @contextmanager
 def workers_of(llm: LLMEngine) -> Iterator[None]:
-    """Block in which calls reach vLLM's workers; LostEngineError where one of them has ended, before or meanwhile."""
+    """Context manager for calls to vLLM's workers; LostEngineError if one has ended before or during the call."""
     _check(llm, None)
     try:
         yield
@@ -40,21 +40,21 @@ def _check(llm: LLMEngine, cause: Exception | None) -> None:
     executor = llm.engine_core.engine_core.model_executor
     if isinstance(executor, MultiprocExecutor) and executor.is_failed:
         raise LostEngineError(
-            "a worker process of vLLM has ended, with it the engine; its own messages are above; start again to go on "
-            "from the last checkpoint (max_restarts does)"
+            "a worker process of vLLM has ended, and with it the engine; its messages are above; start again to "
+            "continue from the last checkpoint (max_restarts does so automatically)"
         ) from cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Waiting:
-    """A request that vLLM has, and who waits for it."""
+    """A request that vLLM is serving, and the future that its caller awaits."""
 
     request: Request
     done: asyncio.Future[Sequence[Completion]]
 
 
 class VllmEngine:
-    """Samples completions with vLLM, which has its own weights."""
+    """Samples completions with vLLM in this process, which has its own weights."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class VllmEngine:
         max_images: int,
         adapter: VllmAdapter | None = None,
     ) -> None:
-        """`adapter` takes the adapters of weight syncs; without it, syncs have them merged."""
+        """`adapter` receives the adapters of weight syncs; without it, weight syncs send merged weights."""
         self.llm = llm
         self._weights = VllmWeights(llm)
         self._adapter = adapter
@@ -76,14 +76,14 @@ class VllmEngine:
         self._waiting: dict[str, Waiting] = {}
         self._runner: asyncio.Task[None] | None = None
         self._syncs_base = False
-        """True if the present sync brings other weights than those of an adapter."""
+        """True if the current weight sync sends base weights, not only an adapter."""
 
     @property
     def name(self) -> str:
         return "vllm"
 
     async def generate(self, request: Request) -> Sequence[Completion]:
-        """Sample n completions of one prompt; EngineError when they cannot fit, or while asleep."""
+        """Sample n completions of one prompt; EngineError if they cannot fit, or while the engine is asleep."""
         self._readiness.check(request)
         waiting = Waiting(request=request, done=asyncio.get_running_loop().create_future())
         with named(lambda error: EngineError(f"vLLM refuses request {request.id}: {first_line(error)}")):
@@ -96,14 +96,14 @@ class VllmEngine:
         try:
             return await waiting.done
         finally:
-            # of a caller that was cancelled, vLLM still has the request
+            # if the caller was cancelled, vLLM still has the request
             if self._waiting.pop(request.id, None) is not None:
                 self.llm.abort_request([request.id])
 
     async def sleep(self) -> None:
-        """Free weights and KV cache for the update, on a GPU; EngineError while requests run.
+        """On a GPU, free weights and KV cache for the update; EngineError while requests run.
 
-        The weight sync after the update brings the weights back: nothing is kept of them.
+        No copy of the weights is kept, since the weight sync after the update sends them again.
         """
         check_idle("sleep was called", len(self._waiting))
         if self._frees_memory and not self._readiness.asleep:
@@ -115,7 +115,7 @@ class VllmEngine:
         self._readiness.asleep = True
 
     async def wake(self) -> None:
-        """Accept requests again; EngineError if the memory was freed and no weights were sent since."""
+        """Accept requests again; EngineError if the weights were freed and have not been sent since."""
         if self._readiness.asleep and self._frees_memory:
             self._readiness.check_wakes()
             self.llm.wake_up(["kv_cache"])
@@ -127,7 +127,7 @@ class VllmEngine:
             pass
 
     async def close(self) -> None:
-        """Cancel running requests and end vLLM."""
+        """Cancel running requests and shut vLLM down."""
         if self._runner is not None and not self._runner.done():
             self._runner.cancel()
             await asyncio.wait([self._runner])
@@ -136,24 +136,24 @@ class VllmEngine:
 
     @property
     def has_weights(self) -> bool:
-        """True if vLLM holds all weights, so that a weight sync may bring only changed weights."""
+        """True if vLLM holds all weights, so that a weight sync may send only changed ones."""
         return self._weights.are_complete and (self._adapter is None or self._adapter.is_complete)
 
     def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
         """Prepare for weights of these names and shapes; requests are refused until `finish_sync`.
 
-        EngineError, and nothing changed, while requests run, or if they do not match those that vLLM was started from.
+        Raises EngineError, without any change, while requests run or if the weights do not match vLLM's checkpoint.
         """
-        check_idle("new weights came", len(self._waiting))
+        check_idle("new weights arrived", len(self._waiting))
         base = shapes
         if self._adapter is not None:
             base = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
-        # with an adapter, base weights come once
+        # with an adapter, base weights are sent only once
         brings_base = bool(base) or not self._weights.are_complete
         if brings_base:
             self._weights.check(base)
         if self._adapter is not None:
-            # it refuses matrices before anything is changed, too
+            # this check, too, must come before any change
             self._adapter.begin({name: shape for name, shape in shapes.items() if is_adapter(name)})
         with workers_of(self.llm):
             if self._readiness.asleep and self._frees_memory and self._readiness.version is None:
@@ -164,7 +164,7 @@ class VllmEngine:
         self._readiness.lose_weights(BROKEN_SYNC)
 
     def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Load some of them in place; EngineError for one that does not arrive as it was sent."""
+        """Load a bucket of weights in place."""
         base = [each for each in bucket if self._adapter is None or not is_adapter(each[0])]
         if base:
             with workers_of(self.llm):
@@ -173,28 +173,28 @@ class VllmEngine:
             self._adapter.take([each for each in bucket if is_adapter(each[0])])
 
     def finish_sync(self, version: int) -> None:
-        """Compare every value with what was sent, and empty every cache made with older weights."""
+        """Compare all weights with those sent, and empty all caches made with older ones."""
         with workers_of(self.llm):
             if self._syncs_base:
                 self._weights.finish()
-            # after the base weights, with which vLLM forgets its adapters
+            # after the base weights, since vLLM drops its adapters when those change
             if self._adapter is not None:
                 self._adapter.finish()
             self._empty_caches()
         self._readiness.version = version
 
     def _empty_caches(self) -> None:
-        """Empty the caches of prompts' keys and values, of processed images, and of image features."""
+        """Empty the prefix cache, the cache of processed images and the cache of image features."""
         if not self.llm.reset_prefix_cache():
             raise EngineError(
                 "vLLM did not empty its prefix cache after a weight sync, and would continue prompts with keys and "
-                "values of older ones; run again, and report this as a bug if it comes back"
+                "values of older weights; run again, and report this as a bug if it happens again"
             )
         self.llm.reset_mm_cache()
         self.llm.reset_encoder_cache()
 
     async def _run(self) -> None:
-        """Step vLLM until no request is left; a failure reaches every caller."""
+        """Step vLLM until no request is left; a failure is raised in every waiting caller."""
         try:
             while self._waiting:
                 await asyncio.sleep(0)  # lets callers queue up, so that their prompts are prefilled together
@@ -208,7 +208,7 @@ class VllmEngine:
                 raise
 
     def _answer(self, output: Any) -> None:
-        """Give a finished request's completions to its caller."""
+        """Return a finished request's completions to its caller."""
         waiting = self._waiting.pop(output.request_id, None)
         if waiting is None or waiting.done.done():
             return  # its caller was cancelled
@@ -231,13 +231,13 @@ class VllmEngine:
 
 
 def _sampled(output: Any) -> tuple[int, Sampled]:
-    """One of vLLM's outputs of a request, and its number."""
+    """Convert one of a request's outputs in vLLM; returns it with its index."""
     token_ids = list(output.token_ids)
-    assert token_ids == output.logprobs.token_ids, "log-probs of other tokens than were sampled"
+    assert token_ids == output.logprobs.token_ids, "the log-probs belong to other tokens"
     logprobs = output.logprobs.logprobs
     return output.index, Sampled(token_ids=token_ids, logprobs=logprobs, finish_reason=output.finish_reason)
 
 
 def is_adapter(name: str) -> bool:
-    """True if a weight of a weight sync is part of an adapter."""
+    """True if this is the name of an adapter's weight."""
     return ".lora_" in name

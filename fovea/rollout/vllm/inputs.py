@@ -1,7 +1,7 @@
-"""Requests as vLLM takes them: expanded token ids, processed pixels, and sampling parameters.
+"""Conversion of requests to vLLM's inputs: expanded token ids, processed pixels and sampling parameters.
 
-vLLM processes no image here. It gets the tensors that the trainer gets, and the token ids in which every image has its
-visual tokens already, so that neither pixels nor ids can differ from the trainer's.
+vLLM does not process images here. It receives the same tensors as the trainer, and token ids that already contain the
+visual tokens of every image, so that neither pixels nor ids can differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fovea.rollout.outputs import stacked, stop_strings
 from fovea.types import Prompt, Request
 
 SEEDS = 1 << 62
-"""Seeds below this: vLLM adds the number of a completion to that of its request, and keeps them in signed 64 bits."""
+"""Exclusive limit of seeds: vLLM adds the completion's index to the request's seed, in signed 64 bits."""
 
 Fields = Callable[[BatchFeature], Mapping[str, Any]]
-"""How vLLM's class of a model splits processed tensors into images."""
+"""Function of vLLM's model class that describes how processed tensors are split into images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmTranslator:
-    """Turns Fovea's requests into vLLM's, for one model."""
+    """Converts Fovea's requests to vLLM's, for one model."""
 
     fields: Fields
     image_token_id: int
@@ -40,7 +40,7 @@ class VllmTranslator:
     min_new_tokens: int = 0
 
     def prompt(self, prompt: Prompt) -> Any:
-        """The input of `LLMEngine.add_request`."""
+        """Convert a prompt to the input of `LLMEngine.add_request`."""
         ids = prompt.token_ids_L.tolist()
         if not prompt.images:
             return tokens_input(ids)
@@ -53,19 +53,19 @@ class VllmTranslator:
         )
 
     def sampling(self, request: Request) -> SamplingParams:
-        """Sampling parameters under which vLLM's log-probs are those of `rollout.base.Engine`.
+        """Sampling parameters with which vLLM's log-probs follow the definition in `rollout.base.Engine`.
 
-        EngineError for parameters with which they would not be.
+        Raises EngineError if the request's parameters rule that out.
         """
         sampling = request.sampling
         if sampling.temperature and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
             raise EngineError(
-                f"top_p={sampling.top_p:g}, top_k={sampling.top_k} and min_p={sampling.min_p:g} were asked of vLLM, "
-                "whose log-probs are then of what these leave; set rollout.top_p=1, rollout.top_k=0 and "
-                "rollout.min_p=0, or rollout.engine=embedded"
+                f"top_p={sampling.top_p:g}, top_k={sampling.top_k} and min_p={sampling.min_p:g} were "
+                "requested, with which vLLM returns log-probs of the truncated distribution; set rollout.top_p=1, "
+                "rollout.top_k=0 and rollout.min_p=0, or rollout.engine=embedded"
             )
         return SamplingParams(
-            # vLLM refuses to draw the likeliest tokens more than once
+            # vLLM refuses n > 1 for greedy sampling
             n=request.n if sampling.temperature else 1,
             temperature=sampling.temperature,
             seed=sampling.seed % SEEDS,
@@ -73,17 +73,17 @@ class VllmTranslator:
             min_tokens=self.min_new_tokens,
             stop=stop_strings(sampling),
             stop_token_ids=list(self.stop_ids),
-            # a bias of -inf is probability 0; its limits of +-100 are those of the web API only
+            # a bias of -inf gives probability 0; only the web API limits biases to +-100
             logit_bias=dict.fromkeys(self.banned_ids, -torch.inf),
             logprobs=0,
             flat_logprobs=True,
-            # text is needed to find stop strings only: `fovea.rollout.outputs` writes that of a completion
+            # vLLM needs text only to find stop strings; `fovea.rollout.outputs` decodes completions
             detokenize=bool(stop_strings(sampling)),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _places(self, prompt: Prompt) -> Sequence[tuple[int, int]]:
-        """Start and length of the visual tokens of each image."""
+        """Start and length of each image's run of visual tokens."""
         is_visual_L = prompt.token_ids_L == self.image_token_id
         edges = np.flatnonzero(np.diff(np.concatenate([[False], is_visual_L, [False]]).astype(np.int8)))
         starts, ends = edges[::2].tolist(), edges[1::2].tolist()

@@ -1,4 +1,4 @@
-"""The process of vLLM's OpenAI-compatible server."""
+"""The command that starts vLLM's OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fovea_gym.utils.launch import module_command
 
 TRAINED_ON: Mapping[str, Any] = {
     "trust_remote_code": False,
-    # stop tokens and sampling come with every request
+    # every request carries its own stop tokens and sampling parameters
     "generation_config": "vllm",
-    # of the distribution that is sampled from (decision 018)
+    # log-probs of the distribution that tokens are sampled from (decision 018)
     "logprobs_mode": "processed_logprobs",
-    # pixels come normalised, and vLLM would normalise them once more
+    # pixels arrive normalized, and vLLM would normalize them once more
     "mm_device_do_normalize": False,
-    # images come processed: there is nothing to keep
+    # images arrive processed, so there is nothing to cache
     "mm_processor_cache_gb": 0,
     "enable_prefix_caching": True,
 }
@@ -28,13 +28,13 @@ TRAINED_ON: Mapping[str, Any] = {
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 MIDDLEWARE = ("fovea.rollout.vllm.servers.SameSync", "fovea.rollout.server_guard.Guard")
-"""Innermost first: a request without the key gets no further than the last."""
+"""ASGI middleware, innermost first: the last one refuses requests without the key."""
 WEIGHTS_DIR_ENV = "FOVEA_WEIGHTS_DIR"
 DEV_MODE_ENV = "VLLM_SERVER_DEV_MODE"
-"""Opens the paths by which a trainer pauses a server and calls its workers."""
+"""Enables the paths through which a trainer pauses a server and calls its workers."""
 NOT_INHERITED = ("VLLM_API_KEY", DEV_MODE_ENV, "VLLM_ENABLE_V1_MULTIPROCESSING")
-"""Of this process's environment. The last is set by this package for an engine in this process; a server has its engine
-in a separate one."""
+"""Variables of this process that a server does not inherit. This package sets the last one for an engine in this
+process, but a server runs its engine in a separate one."""
 
 
 FOR_TRAINING: Mapping[str, Any] = {
@@ -45,7 +45,7 @@ FOR_TRAINING: Mapping[str, Any] = {
 
 
 def launch(server: ModelServer) -> Launch:
-    """The process of a server; ConfigError for an argument that is set here."""
+    """Build the command and environment of a server; ConfigError for an argument that Fovea sets."""
     fixed: dict[str, Any] = {
         "model": str(server.folder),
         "served_model_name": server.name,
@@ -58,9 +58,9 @@ def launch(server: ModelServer) -> Launch:
     }
     defaults: dict[str, Any] = {
         "dtype": server.dtype,
-        # models are trained on images here: without a limit of 0, vLLM keeps memory for videos
+        # Fovea trains on images only: without a limit of 0, vLLM reserves memory for videos
         "limit_mm_per_prompt": {"video": 0},
-        # the CPU build fails on a seeded request whose prompt it has prefilled in part (0.32)
+        # vLLM's CPU build (0.32) fails on a seeded request whose prompt is prefilled in chunks
         "enable_chunked_prefill": None if torch.cuda.is_available() else False,
     }
     if server.weights_dir is not None:
@@ -73,7 +73,7 @@ def launch(server: ModelServer) -> Launch:
 
 
 def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Arguments as vLLM's command line takes them; what is None is left to vLLM."""
+    """Convert arguments to flags of vLLM's command line; None leaves an argument to vLLM."""
     for key, value in arguments.items():
         flag = key.replace("_", "-")
         if isinstance(value, bool):

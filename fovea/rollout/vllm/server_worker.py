@@ -1,6 +1,6 @@
-"""Additions to the workers of a vLLM server for training: weights are sent through a folder.
+"""Extension of the workers of a vLLM server for training, which load weights from a folder.
 
-`rollout.vllm.servers` calls these methods, with arguments and results that JSON holds.
+`rollout.vllm.servers` calls these methods with arguments and results that are JSON-serializable.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fovea.rollout.vllm.worker import Slices, WeightReceiver
 
 
 class FolderReceiver(WeightReceiver):
-    """Methods of a worker; a weight sync is a folder of safetensors files below the server's own folder of weight syncs."""
+    """Methods of a worker; a weight sync is a folder of safetensors files in the server's folder of weight syncs."""
 
     held_sync = ""
-    """The weight sync that the model holds, whole."""
+    """Name of the weight sync that the model holds completely; empty if there is none."""
 
     def fovea_facts(self) -> dict[str, Any]:
-        """Facts of this server for the trainer (`ServerFacts`)."""
+        """Return the properties of this server that the trainer checks (`ServerFacts`)."""
         config = self.vllm_config.model_config
         media = config.multimodal_config
         return {
@@ -36,21 +36,21 @@ class FolderReceiver(WeightReceiver):
         }
 
     def load_sync(self, name: str, takes_over: bool, slices: Slices) -> dict[str, Any]:
-        """Load the files of a weight sync; returns the hashes of what arrived, and of what the model holds now.
+        """Load the files of a weight sync; returns the hashes of the loaded weights, and of those in the model now.
 
-        A run's first weight sync here takes over from another run's. Under `problem`, why the weight sync is not loaded; nothing has
-        changed then.
+        With `takes_over`, it may replace the weight sync of another run. If it is refused, nothing changes, and the
+        result holds only the reason, under `problem`.
         """
-        # none is held after a start, or a weight sync that broke off
+        # `held_sync` is empty after a start, and after a weight sync that failed halfway
         if self.held_sync and run_of(self.held_sync) != run_of(name) and not takes_over:
             return {"problem": OTHER_RUN}
         root = Path(os.environ[WEIGHTS_DIR_ENV])
-        # a name, and no path such as "..": nothing outside of the server's own folder is read
+        # reject paths such as "..": only files within the server's own folder may be read
         files = sorted((root / name).glob("*.safetensors")) if SYNC_NAME.fullmatch(name) else []
         if not files:
             return {
-                "problem": f"no weight sync {name} in {root}; rollout.engine.weights_dir must be the folder that `fovea serve "
-                "--for-training` was given"
+                "problem": f"there is no weight sync {name} in {root}; set rollout.engine.weights_dir to the folder "
+                "that `fovea serve --for-training` was given"
             }
         self.held_sync = ""
         self.begin_sync()

@@ -1,7 +1,7 @@
-"""vLLM servers behind the `Engine` protocol: their own processes, on any machine, that share a folder with this one.
+"""vLLM servers as an `Engine`: separate processes, on any machine, that share a folder with this one.
 
-Requests carry expanded token ids and processed pixels to `/inference/v1/generate`, as in this process. Every weight sync is
-whole, so that a server that starts anew can get all of the present weights from the folder.
+Requests to `/inference/v1/generate` carry the same expanded token ids and processed pixels as for vLLM in this process.
+Every weight sync sends all weights, so that a restarted server can load the current ones from the folder.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from fovea_gym.utils.event_loop import BackgroundLoop
 from fovea_gym.utils.http_json import CallError, JsonServer
 
 SYNC_HEADER = "x-fovea-sync"
-"""Header of a call with the name of the weight sync that it is for."""
+"""Request header with the name of the weight sync that the request is for."""
 RPC = "/collective_rpc"
 FACTS, LOAD = "fovea_facts", "load_sync"
-"""The methods of `server_worker.FolderReceiver` that a trainer calls."""
+"""Methods of `server_worker.FolderReceiver` that a trainer calls."""
 FORBIDDEN, CONFLICT = 403, 409
 OTHER_WEIGHTS = b"this server does not hold the weights of that weight sync"
 
 
 class SameSync:
-    """ASGI middleware that refuses calls for a weight sync that this server does not hold, and makes the calls of workers.
+    """ASGI middleware that refuses requests for a weight sync that this server does not hold, and calls its workers.
 
-    A server that was started again holds none, and another run may have synced its own: without this, completions
-    would come from those weights. vLLM's own path would call any method of its workers.
+    A restarted server holds no weight sync, and another run may have sent its own: without this check, completions
+    would be sampled with the wrong weights. vLLM's own `/collective_rpc` would call any method of its workers.
     """
 
     def __init__(self, app: App) -> None:
@@ -59,12 +59,12 @@ class SameSync:
         return await self._app(scope, receive, self._unless_changed(send))
 
     def _unless_changed(self, send: Send) -> Send:
-        """A `send` that refuses a call, in place of its answer, if weights were loaded since it came."""
+        """A `send` that refuses a request instead of answering it if other weights were loaded since it arrived."""
         held, is_refused = self._held, False
 
         async def checked(message: Message) -> None:
             nonlocal is_refused
-            # by identity: the same weight sync may have been loaded again after another one
+            # compared by identity: the same weight sync may have been loaded again after another one
             if message["type"] == "http.response.start" and self._held is not held:
                 is_refused = True
                 await refuse(send, CONFLICT, OTHER_WEIGHTS)
@@ -74,11 +74,11 @@ class SameSync:
         return checked
 
     async def _call_workers(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer with what a method of ours returns in each worker."""
+        """Call one of our methods in each worker, and answer with the results."""
         call = json.loads(await whole_body(receive) or b"{}")
         method, arguments = call.get("method"), call.get("args", [])
         if method not in (FACTS, LOAD):
-            return await refuse(send, FORBIDDEN, b"only a trainer's own methods are called")
+            return await refuse(send, FORBIDDEN, b"only the trainer's methods may be called")
         results = await self._load(scope, arguments) if method == LOAD else await _on_workers(scope, FACTS, arguments)
         await answer(send, 200, json.dumps({"results": results}).encode())
 
@@ -86,7 +86,7 @@ class SameSync:
         try:
             results = await _on_workers(scope, LOAD, arguments)
         except BaseException:
-            self._held = b""  # it may have broken off anywhere
+            self._held = b""  # the load may have failed at any point
             raise
         if not any("problem" in each for each in results):
             self._held = str(arguments[0]).encode()
@@ -111,16 +111,16 @@ SENT = (
     "logprobs",
     "detokenize",
 )
-"""Sampling parameters that `rollout.vllm.inputs.VllmTranslator` sets and a server takes."""
+"""Sampling parameters that `rollout.vllm.inputs.VllmTranslator` sets and a server accepts."""
 
 
 def generate_body(prompt: Mapping[str, Any], sampling: SamplingParams) -> dict[str, Any]:
-    """The body of a request, from the same prompt and parameters that an engine in this process gets."""
+    """Build a request's body from the prompt and parameters that an engine in this process would get."""
     body: dict[str, Any] = {
         "token_ids": prompt["prompt_token_ids"],
-        # those that vLLM has in the end, to be compared with ours
+        # returns the token ids that vLLM used, to be compared with ours
         "return_token_ids": True,
-        # a bias of minus infinity is -Infinity, which Python's JSON has on both sides
+        # a bias of minus infinity becomes -Infinity, which Python's JSON accepts on both sides
         "sampling_params": {name: getattr(sampling, name) for name in SENT},
     }
     if "mm_kwargs" in prompt:
@@ -135,28 +135,28 @@ def generate_body(prompt: Mapping[str, Any], sampling: SamplingParams) -> dict[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """Facts of a server that the trainer needs."""
+    """Properties that the trainer requires of a server."""
 
     dtype: str
     max_model_len: int
-    """Tokens of the longest prompt with its completion."""
+    """Maximum number of tokens of a prompt with its completion."""
     max_images: int
-    """Images of a prompt."""
+    """Maximum number of images of a prompt."""
 
     def check(self, url: str, found: Mapping[str, Any]) -> None:
-        """Raise EngineError for a server of which something differs (`server_worker.FolderReceiver.fovea_facts`)."""
-        again = "start it again, by fovea serve MODEL --for-training DIR"
+        """Raise EngineError unless what `FolderReceiver.fovea_facts` returned, `found`, meets these requirements."""
+        again = "restart it with fovea serve MODEL --for-training DIR"
         if found["logprobs_mode"] != "processed_logprobs" or found["normalizes_pixels"]:
-            raise EngineError(f"{url} gives log-probs of another distribution than is trained; {again}")
+            raise EngineError(f"{url} returns log-probs of a distribution that is not the trained one; {again}")
         if found["dtype"] != self.dtype:
             raise EngineError(
-                f"{url} computes in {found['dtype']}, the trainer in {self.dtype}; {again} dtype={self.dtype}"
+                f"{url} computes in {found['dtype']}, but the trainer in {self.dtype}; {again} dtype={self.dtype}"
             )
         for name in ("max_model_len", "max_images"):
             if found[name] < getattr(self, name):
                 argument = "max_model_len=" if name == "max_model_len" else "limit_mm_per_prompt.image="
                 raise EngineError(
-                    f"{url} has {name}={found[name]}, and the settings need {getattr(self, name)}; {again} "
+                    f"{url} has {name}={found[name]}, but the run needs {getattr(self, name)}; {again} "
                     f"{argument}{getattr(self, name)}"
                 )
 
@@ -165,7 +165,7 @@ GENERATE = "/inference/v1/generate"
 
 
 class VllmServers:
-    """Samples completions with several servers, which are others' to start and to end."""
+    """Samples completions with several servers, which the user starts and stops."""
 
     def __init__(
         self,
@@ -178,19 +178,19 @@ class VllmServers:
         *,
         restart_seconds: float,
     ) -> None:
-        """Wait until all servers are ready; EngineError where one is not, or is not what is `wanted`."""
+        """Wait until all servers are ready; EngineError if one is not ready in time, or not as `wanted`."""
         self._wanted = wanted
         self._expected = expected
         self._folder = folder
         self.translator = translator
         self._text = text
-        # a separate thread: while the trainer computes on the run's loop, answers would wait until their time runs out
+        # a separate thread: while the trainer computes on the run's loop, responses would wait there and time out
         self._loop = BackgroundLoop("vLLM servers")
         self._sync: Sync | None = None
         self._loaded: dict[str, str] = {}
-        """By the address of a server, the weight sync that it holds without any cache of older weights."""
+        """By server address, the weight sync that it holds, with all caches of older weights emptied."""
         self._own: set[str] = set()
-        """Addresses of the servers that have loaded a weight sync of this run: none of them may hold another run's."""
+        """Addresses of the servers that have loaded a weight sync of this run, and may not hold another run's."""
         self._readiness = Readiness(max_model_len=wanted.max_model_len, max_images=wanted.max_images)
         self._num_running = 0
         self._pool = ServerPool(
@@ -209,14 +209,14 @@ class VllmServers:
     async def generate(self, request: Request) -> Sequence[Completion]:
         """Sample n completions of one prompt.
 
-        EngineError when they cannot fit, or while asleep; LostEngineError where no server is left.
+        Raises EngineError if they cannot fit, or while the engine is asleep; LostEngineError if no server is left.
         """
         self._readiness.check(request)
         with named(lambda error: EngineError(f"vLLM refuses request {request.id}: {first_line(error)}")):
             body = generate_body(self.translator.prompt(request.prompt), self.translator.sampling(request))
         self._num_running += 1
         try:
-            assert self._sync is not None, "no sync to sample from"
+            assert self._sync is not None, "no weight sync to sample with"
             call = self._pool.post(
                 GENERATE, body, headers={SYNC_HEADER: self._sync.name}, load=request.n, parse=_engine_output
             )
@@ -226,7 +226,7 @@ class VllmServers:
         return completions(request, sampled, self._text, version=self._readiness.sampled_with)
 
     async def sleep(self) -> None:
-        """Refuse requests until `wake`; nothing is freed on the servers' devices, which the trainer does not share."""
+        """Refuse requests until `wake`; frees no memory, since the trainer does not share the servers' devices."""
         check_idle("sleep was called", self._num_running)
         self._readiness.asleep = True
 
@@ -235,46 +235,49 @@ class VllmServers:
         self._readiness.asleep = False
 
     async def close(self) -> None:
-        """Close the connections, and delete the last weight sync; the servers go on."""
+        """Close the connections, and delete the last weight sync; the servers keep running."""
         self._readiness.lose_weights(CLOSED)
         self._loop.close(self._pool.close)
         self._folder.delete()
 
     @property
     def has_weights(self) -> bool:
-        """False: every weight sync brings all weights, of which a server that is started again has none."""
+        """False, so that every weight sync sends all weights: a restarted server has none of them."""
         return False
 
     def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
-        """Prepare for all weights; EngineError, and nothing changed, while requests run, or if they do not match."""
-        check_idle("new weights came", self._num_running)
+        """Prepare for all weights; raises EngineError, without any change, while requests run or for a mismatch."""
+        check_idle("new weights arrived", self._num_running)
         self._expected.check(shapes)
         self._readiness.lose_weights(BROKEN_SYNC)
         self._folder.begin()
 
     def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Write some of them to the folder."""
+        """Write a bucket of weights to the folder."""
         self._folder.write(bucket)
 
     def finish_sync(self, version: int) -> None:
-        """Have all servers load the weight sync, compare every value that they hold, and empty their caches."""
+        """Make all servers load the weight sync and empty their caches, and compare every value that they hold."""
         self._sync = self._folder.finish()
         self._loop.wait(self._pool.on_all(self._load))
         self._folder.delete_older()
         self._readiness.version = version
 
     async def _prepare(self, server: JsonServer) -> None:
-        """Check a server that is new or was lost, and bring it the present weights if it has others."""
+        """Check a server that is new or was lost, and make it load the current weights unless it has them."""
         await server.get("/health")
-        # a server that started anew has lost what it held
+        # a restarted server has lost the weights that it held
         if await self._held(server) != {self._loaded.get(server.url)}:
             self._loaded.pop(server.url, None)
-        # again, if another weight sync came meanwhile
+        # repeated if another weight sync has arrived meanwhile
         while (sync := self._sync) is not None and self._loaded.get(server.url) != sync.name:
             await self._load(server)
 
     async def _held(self, server: JsonServer) -> set[str]:
-        """The syncs that the workers of a server hold; EngineError if it is not fit, TakenError for another run's."""
+        """Names of the weight syncs that a server's workers hold.
+
+        Raises EngineError if the server is unsuitable, and TakenError if another run has taken it over.
+        """
         facts = await _rpc(server, FACTS)
         with understood(server, RPC):
             for found in facts:
@@ -285,10 +288,10 @@ class VllmServers:
         return held
 
     async def _load(self, server: JsonServer) -> None:
-        """Have a server load the present sync; requests that nobody waits for any more are ended before."""
+        """Make a server load the current weight sync, after aborting requests that nobody waits for any longer."""
         sync = self._sync
-        assert sync is not None, "no sync to load"
-        # before anything of another run is ended
+        assert sync is not None, "no weight sync to load"
+        # first, so that no request of another run is aborted
         await self._held(server)
         self._loaded.pop(server.url, None)
         await server.post("/pause?mode=abort")
@@ -305,7 +308,7 @@ class VllmServers:
         with understood(server, "/reset_prefix_cache"):
             is_empty = emptied["success"]
         if not is_empty:
-            raise EngineError(f"{server.url} did not empty its prefix cache after a weight sync; start it again")
+            raise EngineError(f"{server.url} did not empty its prefix cache after a weight sync; restart it")
         await server.post("/reset_mm_cache")
         await server.post("/reset_encoder_cache")
         await server.post("/resume")
@@ -313,13 +316,13 @@ class VllmServers:
 
 
 async def _rpc(server: JsonServer, method: str, *arguments: Any) -> list[dict[str, Any]]:
-    """Results of a method by worker; EngineError if the server has no such method."""
+    """Call a method in every worker and return the results; EngineError if the server has no such method."""
     try:
         answer = await server.post(RPC, {"method": method, "args": arguments})
     except CallError as error:
         if error.status in (401, 403, 404):
             raise EngineError(
-                f"{server.url} was not started for training with the folder rollout.engine.weights_dir; start it by "
+                f"{server.url} was not started for training with the folder rollout.engine.weights_dir; start it with "
                 "fovea serve MODEL --for-training DIR"
             ) from error
         raise
@@ -329,13 +332,13 @@ async def _rpc(server: JsonServer, method: str, *arguments: Any) -> list[dict[st
 
 
 def _engine_output(answer: Mapping[str, Any]) -> EngineOutput | None:
-    """The completions of an answer; None where a server has broken one of them off."""
+    """Parse the completions in a response; None if the server has aborted one of them."""
     if not all(choice["finish_reason"] in FINISHES for choice in answer["choices"]):
         return None
     found = {}
     for choice in answer["choices"]:
         content = choice["logprobs"]["content"]
-        assert [each["token_id"] for each in content] == choice["token_ids"], "log-probs of other tokens"
+        assert [each["token_id"] for each in content] == choice["token_ids"], "the log-probs belong to other tokens"
         found[int(choice["index"])] = Sampled(
             token_ids=choice["token_ids"],
             logprobs=[each["logprob"] for each in content],

@@ -1,4 +1,4 @@
-"""A weight sync as files, in a folder that the trainer and the servers see."""
+"""Weight syncs as files, in a folder that the trainer and the servers share."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ from fovea.errors import EngineError
 from fovea.utils.checksum import read_hashes, value_hash
 
 SYNC_NAME = re.compile(r"run-[0-9a-f]{16}/[0-9]{1,9}")
-"""The name of a weight sync: the folder of its run, and its own in there."""
+"""Name of a weight sync: the folder of its run, and its own folder in it."""
 LOCK_NAME = f"{socket.gethostname()}.lock"
-"""A file of a run's folder that its trainer has locked; on some network file systems no other machine sees the lock."""
-OTHER_RUN = "another run has synced its weights since; give every run its own servers"
+"""File in a run's folder that its trainer keeps locked; some network file systems hide the lock from other machines."""
+OTHER_RUN = "another run has sent its weights since; give every run its own servers"
 
 
 def run_of(sync: str) -> str:
-    """The run that has made a weight sync, by the weight sync's name."""
+    """Return the run that a weight sync belongs to, from the name of the weight sync."""
     return sync.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """All weights of one version."""
+    """A weight sync: all weights of one version, as files in a folder."""
 
     name: str
-    """Its folder's, different for each weight sync of all runs: a version may come again."""
+    """Name of the folder, unique over all runs; a version number would not be, since it can repeat."""
     hashes: dict[str, int] = field(default_factory=dict)
-    """Hashes of the values in the servers' type, by the names of checkpoints."""
+    """Hashes of the values in the servers' dtype, by checkpoint names."""
     hashes_there: dict[str, int] = field(default_factory=dict)
-    """The same by vLLM's names."""
+    """The same hashes by vLLM's names."""
 
 
 class SyncFolder:
-    """Writes syncs, a file for each bucket, and keeps the last one."""
+    """Writes each weight sync to a folder, one file per bucket, and deletes older weight syncs."""
 
     def __init__(self, root: Path, dtype: torch.dtype, vllm_name: Callable[[str], str]) -> None:
         self._root = root
         self._dtype = dtype
         self._vllm_name = vllm_name
         self.run = f"run-{secrets.token_hex(8)}"
-        """The name of this run, which no other has."""
+        """Unique name of this run."""
         self._lock: TextIO | None = None
         self._sync: Sync | None = None
         self._older: list[Sync] = []
-        """Syncs before the last one, of which those that broke off were never loaded."""
+        """Weight syncs before the last one, including failed ones that were never loaded."""
         self._num_files = self._num_syncs = 0
 
     def begin(self) -> None:
-        """Make the folder of another weight sync; EngineError where that is not possible."""
+        """Create the folder of a new weight sync; EngineError if that fails."""
         sync = Sync(name=f"{self.run}/{self._num_syncs}")
         with self._writing():
             if self._lock is None:
@@ -72,11 +72,11 @@ class SyncFolder:
         self._sync, self._num_files = sync, 0
 
     def write(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Write some weights to a separate file."""
+        """Write a bucket of weights to its own file."""
         assert self._sync is not None, "no weight sync has begun"
         held = {name: tensor.detach().to(self._dtype).cpu().contiguous() for name, tensor in bucket}
         with self._writing():
-            # safetensors' own writer makes files of mode 600, whatever that of their folder
+            # safetensors' own writer creates files with mode 600, whatever the mode of their folder
             (self._root / self._sync.name / f"{self._num_files:05d}.safetensors").write_bytes(save(held))
         self._num_files += 1
         (hashes,) = read_hashes([value_hash(tensor, self._dtype) for tensor in held.values()])
@@ -85,39 +85,39 @@ class SyncFolder:
             self._sync.hashes_there[self._vllm_name(name)] = bits
 
     def finish(self) -> Sync:
-        """The weight sync that is complete."""
+        """Return the weight sync, which is complete now."""
         assert self._sync is not None, "no weight sync has begun"
         return self._sync
 
     def delete_older(self) -> None:
-        """Delete the weight syncs before the last one, which no server needs any more."""
+        """Delete the weight syncs before the last one; no server needs them any longer."""
         while self._older:
             shutil.rmtree(self._root / self._older.pop().name, ignore_errors=True)
 
     def delete(self) -> None:
-        """Delete what is left."""
+        """Delete the folder of this run, and release its lock."""
         shutil.rmtree(self._root / self.run, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A block whose failed writes are an EngineError."""
+        """Context manager that turns a failed write into an EngineError."""
         try:
             yield
         except OSError as error:
             raise EngineError(
-                f"rollout.engine.weights_dir={self._root}: {error.strerror}; it must be writable, with room for the "
-                "weights twice"
+                f"rollout.engine.weights_dir={self._root}: {error.strerror}; it must be writable, with room for two "
+                "copies of the weights"
             ) from error
 
     def _make_run(self) -> TextIO:
-        """Make the folder of this run, and delete those whose trainers on this machine were killed."""
+        """Create the folder of this run, and delete folders of runs on this machine whose trainers were killed."""
         self._root.mkdir(parents=True, exist_ok=True)
         for lock in self._root.glob(f"run-*/{LOCK_NAME}"):
             with suppress(OSError), _locked(lock):
                 shutil.rmtree(lock.parent, ignore_errors=True)
-        # under another name until it is locked
+        # under another name until it is locked, so that no other trainer deletes it
         new = self._root / f"new-{self.run}"
         new.mkdir()
         locked = _locked(new / LOCK_NAME)
@@ -126,7 +126,7 @@ class SyncFolder:
 
 
 def _locked(file: Path) -> TextIO:
-    """A file of this process's, which the kernel unlocks when that ends; OSError where another process has it."""
+    """Open and lock a file; the kernel unlocks it when this process ends. OSError if another process holds the lock."""
     opened = file.open("w")
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""Additions to vLLM's workers: they load a weight sync in pieces, and report what they hold afterwards.
+"""Extension of vLLM's workers: they load a weight sync in buckets, then report hashes of the weights that they hold.
 
-`worker_extension_cls` adds these methods to vLLM's own worker class, in whichever process it is.
+`worker_extension_cls` adds these methods to vLLM's own worker class, in whichever process it runs.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from fovea.utils.checksum import read_hashes, value_hash
 RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
 ADAPTER_ID = 1
-"""vLLM's number of the policy's adapter, its only one."""
+"""vLLM's id of the policy's adapter, the only adapter."""
 
 Slices: TypeAlias = Mapping[str, Sequence[tuple[str, int]]]
-"""By the name of a parameter of vLLM, the weights that it is made of, in order, with their rows."""
+"""Maps each vLLM parameter to the weights that it consists of, in order, with their numbers of rows."""
 
 
 class WeightReceiver:
-    """Methods of a worker; weights come under the names of checkpoints."""
+    """Methods of a worker that receive weights under their checkpoint names."""
 
     vllm_config: Any
     model_runner: Any
     arrived: Sequence[Tensor] = ()
-    """Hashes of what arrived of a weight sync, in the model's type."""
+    """Hashes of the weights that have arrived in this weight sync, in the model's dtype."""
     experts: frozenset[str] = frozenset()
-    """Names of the experts that have arrived."""
+    """Names of the expert weights that have arrived."""
 
     @torch.no_grad()
     def begin_sync(self) -> None:
-        """Prepare every layer for new weights; a layer takes them when all its weights have come."""
-        # it warns of layers with nothing to load, such as rotary embeddings; what layers hold is compared afterwards.
-        # here, since vLLM resets the levels of its loggers when it starts
+        """Prepare every layer for new weights; a layer loads them once all of its weights have arrived."""
+        # silences warnings about layers without weights, such as rotary embeddings: all weights are compared later. Set
+        # here, because vLLM resets its log levels when it starts
         RELOADING.setLevel(logging.ERROR)
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
-            # of a weight sync that failed, layers may still wait for the rest of their weights
+            # after a weight sync that failed, layers may still be waiting for the rest of their weights
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             initialize_layerwise_reload(model)
         self.arrived, self.experts = [], frozenset()
 
     @torch.no_grad()
     def receive_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Load some weights."""
+        """Load a bucket of weights."""
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(iter(weights))
         self.experts |= {name for name, _ in weights if name.endswith(EXPERTS)}
@@ -69,7 +69,7 @@ class WeightReceiver:
 
     @torch.no_grad()
     def finish_sync(self, slices: Slices) -> tuple[list[int], dict[str, int]]:
-        """Complete the layers; returns the hashes of what arrived, and of `slices` as the model holds them now."""
+        """Complete the layers; returns hashes of the weights that arrived, and of the weights now in `slices`."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
@@ -84,14 +84,14 @@ class WeightReceiver:
 
     @torch.no_grad()
     def take_adapter(self, tensors: dict[str, Tensor], rank: int, alpha: int) -> int:
-        """Replace the adapter; returns the number of its matrices that layers hold as they were sent.
+        """Replace the adapter; returns the number of matrices that the layers hold exactly as they were sent.
 
-        `tensors` are kept, and changed.
+        The worker keeps `tensors` and changes them in place.
         """
         manager = self.model_runner.lora_manager._adapter_manager
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER_ID,
-            # as peft writes them to a file
+            # under the names in peft's files
             {f"base_model.model.{name.replace('.default', '')}": tensor for name, tensor in tensors.items()},
             PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),
             device="cpu",
@@ -107,7 +107,7 @@ class WeightReceiver:
 
 
 def _matrices_held(layer: Any, slot: int, parts: Any) -> int:
-    """How many of the matrices of an adapter, packed for a layer, stand in its place for adapters."""
+    """Count an adapter's matrices, packed for a layer, that the layer holds in its slot for adapters."""
     pairs = [(layer.lora_a_stacked, parts.lora_a), (layer.lora_b_stacked, parts.lora_b)]
     listed = [(stacked, given if isinstance(given, list) else [given]) for stacked, given in pairs]
     return sum(
@@ -119,9 +119,9 @@ def _matrices_held(layer: Any, slot: int, parts: Any) -> int:
 
 
 def _repack_tied_head(model: nn.Module) -> None:
-    """Process a head again that shares the embedding's weight, and so was not processed.
+    """Repack a head that shares the embedding's weight, which vLLM does not process on a reload.
 
-    On a CPU its kernel multiplies with a packed copy, which would stay that of the older weights.
+    On a CPU, its kernel multiplies by a packed copy, which would still hold the older weights.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
@@ -129,9 +129,9 @@ def _repack_tied_head(model: nn.Module) -> None:
 
 
 def _repack_experts(model: Any, names: Iterable[str]) -> None:
-    """Process layers again whose experts have been replaced.
+    """Repack the layers whose experts were replaced.
 
-    On a CPU their kernel multiplies with a packed copy, and vLLM (0.32) packs only the first weights that it loads.
+    On a CPU, their kernel multiplies by a packed copy, and vLLM (0.32) packs only the first weights that it loads.
     """
     for layer in {name.rpartition(".")[0] for name in model.hf_to_vllm_mapper.apply_list(list(names))}:
         experts: Any = model.get_submodule(f"{layer}.routed_experts")
@@ -139,20 +139,20 @@ def _repack_experts(model: Any, names: Iterable[str]) -> None:
 
 
 def _held(model: nn.Module, parameter: str, slices: Slices) -> Iterator[tuple[str, Tensor]]:
-    """The weights that a parameter of vLLM is made of."""
+    """Yield the weights that a vLLM parameter consists of."""
     whole, start = _readable(model, parameter), 0
     for name, rows in slices[parameter]:
-        # vLLM pads the rows of an embedding
+        # slices leave out the rows with which vLLM pads an embedding
         yield name, whole[start : start + rows]
         start += rows
 
 
 def _readable(model: nn.Module, parameter: str) -> Tensor:
-    """A parameter's values; those of a weight that a kernel has packed away are what it gives for unit vectors."""
+    """Read a parameter's values; a weight that a kernel has packed is computed as its output for unit vectors."""
     path, _, leaf = parameter.rpartition(".")
     layer: Any = model.get_submodule(path)
     values: Tensor = getattr(layer, leaf)
-    # the convolution of a delta net on a CPU has its weight packed, and keeps what was packed
+    # on a CPU, the convolution of a delta net has a packed weight, and also keeps the unpacked one
     unpacked: Tensor | None = getattr(layer, "_cpu_unpacked_conv_weight", None)
     if unpacked is not None:
         return unpacked
@@ -164,56 +164,56 @@ def _readable(model: nn.Module, parameter: str) -> Tensor:
 
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes room for (`vllm.config.lora.MaxLoRARanks`)."""
+"""Values that vLLM accepts as the maximum LoRA rank (`vllm.config.lora.MaxLoRARanks`)."""
 REQUEST = LoRARequest("policy", ADAPTER_ID, "in memory")
-"""LoRA request that makes vLLM use the adapter; never read from that path."""
+"""LoRA request that makes vLLM use the adapter; vLLM never reads its path."""
 
 
 class VllmAdapter:
-    """Loads the matrices of an adapter into vLLM, once all of them have come."""
+    """Collects the matrices of an adapter, and loads them into vLLM once all have arrived."""
 
     def __init__(self, llm: LLMEngine, settings: Lora) -> None:
         self._llm = llm
         self._settings = settings
         self.is_complete = False
-        """True if vLLM holds all of the adapter of the last weight sync."""
+        """True if vLLM holds the whole adapter of the last weight sync."""
         self._tensors: dict[str, Tensor] = {}
 
     def begin(self, shapes: Mapping[str, Shape]) -> None:
-        """Prepare for matrices of these shapes; EngineError unless they are A and B of some layers."""
+        """Prepare for matrices of these shapes; EngineError unless each layer among them has both A and B."""
         ends = (".lora_A.default.weight", ".lora_B.default.weight")
         layers = [{name.removesuffix(end) for name in shapes if name.endswith(end)} for end in ends]
         other = [name for name in shapes if not name.endswith(ends)]
         halves = sorted(layers[0] ^ layers[1]) + other
         if halves or not shapes:
             raise EngineError(
-                f"vLLM's adapter needs the matrices A and B of every layer, and {len(halves)} layers have one of them, "
-                f"first {[*halves, 'none'][0]}; both must open the same model: compare model.path on both sides"
+                f"vLLM's adapter needs the matrices A and B of every layer, but {len(halves)} layers have only one, "
+                f"first {[*halves, 'none'][0]}; both must load the same model: compare model.path on both sides"
             )
         self.is_complete, self._tensors = False, {}
 
     def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy some of them: vLLM scales B in place, and trainer and engine may share the tensor."""
+        """Copy a bucket of matrices: vLLM scales B in place, and trainer and engine may share the tensor."""
         self._tensors |= {name: tensor.clone() for name, tensor in bucket}
 
     def finish(self) -> None:
-        """Replace the last adapter; EngineError if vLLM has no layer for a part of it, or holds other values."""
+        """Replace the adapter in vLLM; EngineError if a matrix has no layer there, or arrives with other values."""
         sent = len(self._tensors)
         for held in self._llm.collective_rpc(
             "take_adapter", args=(self._tensors, self._settings.rank, self._settings.alpha)
         ):
             if held != sent:
                 raise EngineError(
-                    f"vLLM holds {held} of the {sent} matrices of the adapter as they were sent; set "
-                    "rollout.engine.enable_lora=false, and it gets merged weights"
+                    f"vLLM holds only {held} of the {sent} matrices of the adapter as they were sent; set "
+                    "rollout.engine.enable_lora=false, which sends merged weights"
                 )
         self.is_complete, self._tensors = True, {}
 
     def forget(self) -> None:
-        """Take over that vLLM has freed it."""
+        """Record that vLLM has freed the adapter."""
         self.is_complete = False
 
 
 def room_for(rank: int) -> int:
-    """The smallest rank that vLLM makes room for and this one fits into."""
+    """Smallest maximum LoRA rank of vLLM that is large enough for this rank."""
     return next(each for each in RANKS if each >= rank)

@@ -17,7 +17,7 @@ from tests.tiny_models import with_deepstack
 @pytest.mark.smoke
 def test_logprobs_of_qwen2_vl_equal_transformers_after_two_weight_syncs(tmp_path: Path) -> None:
     with serving(tiny_for("qwen2_vl"), tmp_path / "model") as served:
-        with pytest.raises(EngineError, match="the engine has no weights; sync them first"):
+        with pytest.raises(EngineError, match="the engine has no weights; run a weight sync first"):
             served.generate(ask("early", prompts_of(served.parts)[0]))
         check_samples_of_two_syncs(served)
 

@@ -23,7 +23,7 @@ from tests.rollout.engines.under_test import under_test
 
 Q_PROJ = "model.language_model.layers.0.self_attn.q_proj.weight"
 TITLE = under_test().title
-NOT_SENT = rf"1 that {TITLE} needs were not sent, first .*q_proj\.weight; both must open the same model"
+NOT_SENT = rf"1 that {TITLE} needs were not sent, first .*q_proj\.weight; both must load the same model"
 
 
 @pytest.fixture
@@ -46,7 +46,10 @@ def without_q_proj(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     ("change", "message"),
     [
         ("renamed", rf"1 that were sent {TITLE} does not have, first .*q_proj\.wait"),
-        ("reshaped", rf"1 have another shape in {TITLE}, first .*q_proj\.weight is \[64, 32\] and not \[64, 64\]"),
+        (
+            "reshaped",
+            rf"1 have a different shape in {TITLE}, first .*q_proj\.weight has shape \[64, 32\] instead of \[64, 64\]",
+        ),
     ],
 )
 def test_a_weight_sync_that_does_not_fit_is_refused_and_changes_nothing(
@@ -98,7 +101,7 @@ def test_a_weight_sync_that_breaks_off_leaves_an_engine_that_refuses_requests(se
     half = next(place for place, weight in enumerate(weights) if weight.name == Q_PROJ) + 1
     engine.receive_weights([(weight.name, weight.tensor() + 1) for weight in weights[:half]])
     request = ask("broken off", prompts_of(served.parts)[1], n=2)
-    with pytest.raises(EngineError, match="the last weight sync broke off and left weights of two versions"):
+    with pytest.raises(EngineError, match="the last weight sync failed halfway and left weights of two versions"):
         served.generate(request)
     with pytest.raises(EngineError, match=NOT_SENT):
         engine.begin_sync(without_q_proj(shapes_of(served)))
@@ -129,7 +132,7 @@ def test_other_values_in_the_engine_than_were_sent_are_an_error(
     under_test().damage(monkeypatch, f"layers.1.{leaf}")
     with pytest.raises(EngineError, match=rf"1 weights differ between trainer and {TITLE}.*layers\.1\.{leaf}"):
         served.sync(98)
-    with pytest.raises(EngineError, match="the last weight sync broke off"):
+    with pytest.raises(EngineError, match="the last weight sync failed halfway"):
         served.generate(ask("damaged", prompts_of(served.parts)[0]))
 
 

@@ -46,7 +46,10 @@ def test_every_argument_is_one_that_sglang_has() -> None:
     [
         ({"page_sise": 32}, r"engine_args\.page_sise: SGLang has no such engine argument; did you mean page_size"),
         ({"zzz": 1}, r"engine_args\.zzz: SGLang has no such engine argument; SGLang's ServerArgs lists them all"),
-        ({"tp_size": 2}, r"engine_args\.tp_size: a separate setting; set rollout\.engine\.tensor_parallel_size"),
+        (
+            {"tp_size": 2},
+            r"engine_args\.tp_size: this argument has its own setting; set rollout\.engine\.tensor_parallel_size",
+        ),
         ({"sampling_backend": "flashinfer"}, r"sampling_backend: Fovea sets it to 'pytorch'.*remove it"),
         ({"trust_remote_code": True}, r"trust_remote_code: Fovea sets it to False"),
     ],
@@ -58,7 +61,7 @@ def test_arguments_that_sglang_lacks_or_fovea_sets_are_refused(given: dict[str, 
 
 def test_patches_that_sglang_would_take_for_features_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"SGLang takes the patches of a Qwen2\.5-VL for features .* has patches of 8 x 8"
+        ConfigError, match=r"SGLang mistakes patches of a Qwen2\.5-VL for features .* has patches of 8 x 8"
     ):
         start(tiny("qwen2_5_vl"), tmp_path / "model")
 

@@ -48,7 +48,7 @@ def test_a_weight_sync_waits_for_requests_that_were_cancelled_and_not_for_ever(
         await asyncio.sleep(0)
         drawing.cancel()
         await asyncio.wait([drawing])
-        with pytest.raises(EngineError, match="has not ended 1 requests that were cancelled"):
+        with pytest.raises(EngineError, match="has not ended 1 cancelled requests"):
             shared.begin_sync(shapes)
 
     wait_for(cancel())

@@ -75,7 +75,7 @@ def test_an_adapter_that_is_pushed_alone_draws_as_transformers_with_it(family: s
         for name, weight in before.items():
             assert torch.equal(network.get_parameter(name), weight), "vLLM changed the trainer's adapter"
         half = {name: tuple(w.shape) for name, w in trainable_parameters(network).items() if ".lora_A" in name}
-        with pytest.raises(EngineError, match="layers have one of them, first model"):
+        with pytest.raises(EngineError, match="layers have only one, first model"):
             engine.begin_sync(half)
         whole = {name: tuple(weight.shape) for name, weight in trainable_parameters(network).items()}
         with pytest.raises(EngineError, match="that were sent vLLM does not have"):

@@ -62,7 +62,10 @@ def test_each_process_gives_vllm_its_own_gpu(own: int, workers: int, gpus: list[
     [
         ({"blok_size": 32}, r"engine_args\.blok_size: vLLM has no such engine argument; did you mean block_size"),
         ({"zzz": 1}, r"engine_args\.zzz: vLLM has no such engine argument; vLLM's EngineArgs lists them all"),
-        ({"max_num_seqs": 8}, r"engine_args\.max_num_seqs: a separate setting; set rollout\.engine\.max_num_seqs"),
+        (
+            {"max_num_seqs": 8},
+            r"engine_args\.max_num_seqs: this argument has its own setting; set rollout\.engine\.max_num_seqs",
+        ),
         ({"logprobs_mode": "raw_logprobs"}, r"logprobs_mode: Fovea sets it to 'processed_logprobs'.*remove it"),
         ({"device_ids": [1]}, r"device_ids: Fovea sets it"),
         ({"trust_remote_code": True}, r"trust_remote_code: Fovea sets it to False"),

@@ -173,7 +173,7 @@ def test_no_completion_is_drawn_from_the_weights_of_another_run(site: Site) -> N
         expected = wait_for(first.generate(request))
         sync(other, site.parts, 1)
         for use in (lambda: wait_for(first.generate(request)), lambda: sync(first, site.parts, 2)):
-            with pytest.raises(EngineError, match="another run has synced its weights since"):
+            with pytest.raises(EngineError, match="another run has sent its weights since"):
                 use()
         assert equal(expected, wait_for(other.generate(request)))
     finally:
