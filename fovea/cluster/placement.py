@@ -37,9 +37,9 @@ class Placement:
         num_learners = num_workers - cluster.rollout_gpus
         if num_learners < 1:
             raise ConfigError(
-                f"cluster.rollout_gpus={cluster.rollout_gpus} only generate, and there are {num_workers} processes, "
-                "so that none trains; lower it, start more processes (torchrun --nproc-per-node), or set "
-                "cluster.gpus_per_node for Ray to start them"
+                f"cluster.rollout_gpus={cluster.rollout_gpus} only generate, but there are {num_workers} processes in "
+                "all, so none would train; lower it, start more processes (torchrun --nproc-per-node), or set "
+                "cluster.gpus_per_node to have Ray start them"
             )
         check_replicas(replicas, num_learners)
         return Placement(

@@ -226,13 +226,13 @@ def connect(cluster: Cluster) -> bool:
         except (RayError, OSError) as error:
             raise ClusterError(
                 f"no connection to the Ray cluster at {address}: {_in_one_line(error)}; see `fovea cluster status`, "
-                "and run `fovea cluster stop` where it has crashed, or unset RAY_ADDRESS"
+                "and run `fovea cluster stop` if it has crashed, or unset RAY_ADDRESS"
             ) from error
         return False
     if cluster.num_nodes > 1:
         raise ConfigError(
-            f"cluster.num_nodes={cluster.num_nodes}, but this machine is in no Ray cluster; run `fovea cluster start` "
-            "here and `fovea cluster start --address HEAD` on the others, or set RAY_ADDRESS"
+            f"cluster.num_nodes={cluster.num_nodes}, but this machine is not in a Ray cluster; run `fovea cluster "
+            "start` here and `fovea cluster start --address HEAD` on the others, or set RAY_ADDRESS"
         )
     make_token()
     # CPUs are a count to Ray, not a limit: small runs may have more workers than cores
@@ -251,8 +251,8 @@ def _end_with_servers(closed: threading.Event) -> None:
         ended = [name for name, _ in node.dead_processes() if name in SERVERS]
         if ended and not closed.is_set():
             print(
-                f"error: Ray's server {ended[0]} has ended, and with it the workers; start again to go on from the "
-                "last checkpoint (max_restarts does)",
+                f"error: Ray's server {ended[0]} has ended, and with it the workers; start again to continue from the "
+                "last checkpoint (max_restarts does this)",
                 file=sys.stderr,
                 flush=True,
             )
@@ -308,7 +308,7 @@ def _reserve_here(cluster: Cluster, resource: str) -> PlacementGroup:
 
 def _reserve_shared(cluster: Cluster, resource: str) -> PlacementGroup:
     minutes = cluster.wait_minutes
-    fix = f"lower the settings, add nodes by `fovea cluster start`, or raise cluster.wait_minutes={minutes:g}"
+    fix = f"lower these settings, add nodes with `fovea cluster start`, or raise cluster.wait_minutes={minutes:g}"
     return _reserve(cluster, resource, 60 * minutes, fix)
 
 
@@ -363,7 +363,7 @@ def _result(calls: Any) -> Any:
             raise error.cause from error
         raise ClusterError(f"a worker could not start: {_in_one_line(error)}") from error
     except RayActorError as error:
-        raise ClusterError(f"a worker ended as it started: {_in_one_line(error)}") from error
+        raise ClusterError(f"a worker ended while it started: {_in_one_line(error)}") from error
 
 
 def _in_one_line(error: Exception) -> str:

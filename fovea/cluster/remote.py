@@ -125,12 +125,12 @@ class RemoteWorker:
         if self._is_silent:
             return LostWorkerError(
                 f"the worker process of rank {self.rank} hangs: for cluster.heartbeat_timeout_seconds="
-                f"{self._heartbeat_timeout_seconds} nothing was heard of it, in {self._last_call}, its last call; it "
-                "was killed; start again to go on from the last checkpoint (max_restarts does)"
+                f"{self._heartbeat_timeout_seconds} nothing was received from it, in {self._last_call}, its last call; "
+                "it was killed; start again to continue from the last checkpoint (max_restarts does this)"
             )
         return LostWorkerError(
-            f"the worker process of rank {self.rank} has ended ({str(error) or 'its connection has closed'}); its own "
-            "message, if it had time for one, is above; start again to go on from the last checkpoint"
+            f"the worker process of rank {self.rank} has ended ({str(error) or 'its connection has closed'}); its "
+            "error message, if it printed one, is above; start again to continue from the last checkpoint"
         )
 
 

@@ -111,8 +111,8 @@ class WorkersWeights:
         checksums = {report.checksum for report in reports if report.checksum is not None}
         if len(checksums) > 1:
             raise EngineError(
-                f"the engines hold different weights after the weight sync of version {version}, by checksums {checksums}; "
-                "run again, and report this as a bug if it comes back"
+                f"the engines hold different weights after the weight sync of version {version} (checksums "
+                f"{checksums}); run again, and report this as a bug if it happens again"
             )
         for handle in self._workers.all:
             handle.forget_images()

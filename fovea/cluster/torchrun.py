@@ -47,7 +47,7 @@ def join(timeout_seconds: float | None = None) -> Ranks:
     if num_local_processes() != num_processes():
         raise ClusterError(
             f"torchrun started {num_local_processes()} of {num_processes()} processes on this machine, but a run under "
-            "torchrun is of one machine; leave out --nnodes, or set it to 1"
+            "torchrun has to be on one machine; leave out --nnodes, or set it to 1"
         )
     gloo_on_loopback()
     shared, rank, size = next(rendezvous("env://"))

@@ -285,10 +285,11 @@ def lost_ranks(call: str) -> Iterator[None]:
             raise
         if _TIMEOUT.search(str(error)):
             raise LostRankError(
-                f"a collective call in {call} did not end within cluster.collective_timeout_seconds, so that a rank is "
-                "stuck or lost; start again to go on from the last checkpoint, or raise it where a call is that long"
+                f"a collective call in {call} did not end within cluster.collective_timeout_seconds, so a rank is "
+                "stuck or lost; start again to continue from the last checkpoint, or raise the setting if calls take "
+                "that long"
             ) from error
         raise LostRankError(
-            f"another rank has left a collective call in {call}; its own message, if it had time for one, is above; "
-            "start again to go on from the last checkpoint"
+            f"another rank has left a collective call in {call}; its error message, if it printed one, is above; "
+            "start again to continue from the last checkpoint"
         ) from error

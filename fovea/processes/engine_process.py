@@ -210,8 +210,8 @@ class EngineProcess:
             return "has ended"
         name, seconds = self._limit()
         return (
-            f"gave no answer for rollout.engine.{name}={seconds:g} and was ended; raise that where it needs longer. "
-            "Its last words"
+            f"gave no answer for rollout.engine.{name}={seconds:g} and was ended; raise that setting if it needs more "
+            "time. Its last output"
         )
 
     def _limit(self) -> tuple[str, float]:

@@ -28,8 +28,8 @@ def in_one_turn(config: Config, environment: Environment) -> Environment:
     several = environment.max_turns > 1 or environment.has_sessions
     for key in (key for key, augmentation in given.items() if augmentation is not None and several):
         raise ConfigError(
-            f"{key} changes the pictures of prompts, but environment={config.environment.name} shows others in later "
-            f"turns, also by its tools; set {key}=null"
+            f"{key} changes the images of the prompt only, but environment={config.environment.name} shows further "
+            f"images in later turns, possibly by its tools; set {key}=null"
         )
     return environment
 

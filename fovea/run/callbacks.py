@@ -77,12 +77,12 @@ def _call(argument: str, function: Callable[[Any], object] | None, record: StepR
         if isinstance(error.code, int) and error.code > 128:  # 128 and its number: a signal to the run during the call
             raise
         raise RuntimeError(
-            f"the callback {callback} called sys.exit({error.code!r}), by which a run does not end; raise an error to "
-            "end it, or set max_steps"
+            f"the callback {callback} called sys.exit({error.code!r}), which does not end a run; raise an error to end "
+            "it, or set max_steps"
         ) from error
     except BaseException as error:
         # printed below the traceback
-        error.add_note(f"the callback {callback} raised this and ended the run; correct it, then resume='auto'")
+        error.add_note(f"the callback {callback} raised this and ended the run; correct it, then set resume='auto'")
         raise
 
 
@@ -93,7 +93,7 @@ def _check(argument: str, function: object) -> None:
         )
     name = name_of(function)
     if is_async(function):
-        raise ConfigError(f"{argument}={name} is async, and a run does not await it; write def {argument}(record)")
+        raise ConfigError(f"{argument}={name} is async, but a run does not await it; write def {argument}(record)")
     try:
         inspect.signature(function).bind("record")
     except TypeError:

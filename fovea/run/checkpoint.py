@@ -50,7 +50,7 @@ def damage(folder: Path) -> str | None:
             for name, entry in expected.items():
                 check_inside(folder / name, folder)
                 if measure(folder / name) != entry[key]:
-                    return f"{name} is not as it was written"
+                    return f"{name} differs from what was written"
     except DataError as error:
         return str(error).partition(";")[0]
     except FileNotFoundError as error:
@@ -82,7 +82,7 @@ def room_for(what: str, folder: Path, needed_bytes: int) -> Iterator[None]:
     """A block that writes about so many bytes into an existing folder; TrainError where they do not fit."""
     free_bytes = shutil.disk_usage(folder).free
     figures = f"it needs about {_shown(needed_bytes)}, and {_shown(free_bytes)} are free in {folder}"
-    way_out = "make room there and go on with resume=auto"
+    way_out = "make room there and continue with resume=auto"
     if free_bytes < needed_bytes:
         raise TrainError(f"there is no room for {what}: {figures}; {way_out}")
     try:
@@ -152,7 +152,7 @@ class _Saved(dict[str, Any]):
     def __missing__(self, key: str) -> NoReturn:
         raise DataError(
             f"{self._folder}: this checkpoint has no {key!r}, so another version of Fovea wrote it; resume the "
-            "run with that version, or start anew with another run_dir"
+            "run with that version, or start over in another run_dir"
         )
 
 
@@ -240,7 +240,7 @@ class Checkpoints:
                     return self.latest()
                 damaged.append(error)
         if damaged:
-            raise DataError(f"{damaged[0]}, and no checkpoint before it is whole; start anew in another run_dir")
+            raise DataError(f"{damaged[0]}, and no earlier checkpoint is intact; start over in another run_dir")
         return None
 
     def resume(self) -> SavedCheckpoint | None:
@@ -301,7 +301,7 @@ def read_checkpoint(folder: Path) -> SavedCheckpoint:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: {broken_checkpoint(error)}") from error
     if folder.resolve().name != f"step-{step}":
-        raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: its {STATE} is of step {step}")
+        raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: its {STATE} names step {step}")
     return SavedCheckpoint(folder=folder, step=step, state=state)
 
 
@@ -310,8 +310,8 @@ def _check_format(folder: Path, state: dict[str, Any]) -> None:
     if found != FORMAT:
         writer = library_versions(state.get("fingerprint", {})).get("fovea", "of another version")
         raise DataError(
-            f"{folder}: this checkpoint is of format {found}, and this version of Fovea reads format {FORMAT}; Fovea "
-            f"{writer} wrote it: resume or export it with that version, or start anew with another run_dir"
+            f"{folder}: this checkpoint has format {found}, and this version of Fovea reads format {FORMAT}; Fovea "
+            f"{writer} wrote it: resume or export it with that version, or start over in another run_dir"
         )
 
 

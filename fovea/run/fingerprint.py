@@ -271,7 +271,7 @@ class InputChange:
         return self.before.split(".")[:2] == self.now.split(".")[:2]
 
     def __str__(self) -> str:
-        return f"{self.name} was {self.before or 'not there'} and is {self.now or 'not there'}"
+        return f"{self.name} was {self.before or 'absent'} and is {self.now or 'absent'}"
 
 
 def library_versions(fingerprint: Fingerprint) -> dict[str, str]:
@@ -294,11 +294,11 @@ def check_unchanged(before: Fingerprint, now: Fingerprint, *, allow: bool, say: 
     refused = [] if allow else [change for change in changed if not change.is_patch]
     if refused:
         raise DataError(
-            f"this run would go on with other inputs than it has read so far: {_listed(refused)}; set them back, "
-            "set resume_changed=allow to go on with what is there now, or start anew in another run_dir"
+            f"inputs of this run have changed since its checkpoint: {_listed(refused)}; restore them, set "
+            "resume_changed=allow to continue with the changed ones, or start over in another run_dir"
         )
     if changed:
-        say(f"other inputs than before the resume: {_listed(changed)}")
+        say(f"inputs have changed since the checkpoint: {_listed(changed)}")
 
 
 def _listed(changed: Sequence[InputChange]) -> str:

@@ -71,9 +71,9 @@ def check_run(folder: Path, config: Config) -> None:
     checkpoint = config.resume_from
     run = folder if checkpoint is None else run_of(checkpoint)
     if has_checkpoint(folder) and (config.resume == "never" or run.resolve() != folder.resolve()):
-        fix = "it has taken no step: after a correction of code or rows add resume_changed=allow, or delete the folder"
+        fix = "it has taken no step: after correcting code or rows, add resume_changed=allow, or delete the folder"
         raise ConfigError(
-            f"run_dir={folder} already holds a run; set resume=auto to continue it, or another run_dir"
+            f"run_dir={folder} already holds a run; set resume=auto to continue it, or set another run_dir"
             f"{f'; {fix}' if has_taken_no_step(folder) else ''}"
         )
     if not has_checkpoint(run):
@@ -119,11 +119,11 @@ def _check_same(saved: Path, config: Config) -> None:
             if _are_given(before.get(key)) and _are_given(now.get(key)):
                 raise ConfigError(
                     f"the given rows (rows, dev_rows or test_rows) are not those that the run in {saved.parent} began "
-                    "with; give the same to resume, or start anew in another run_dir"
+                    "with; give the same rows to resume, or start over in another run_dir"
                 )
             raise ConfigError(
                 f"{key}={now.get(key)}, but the run in {saved.parent} began with {before.get(key)}; "
-                f"{_set_back(key, before.get(key), saved)} to resume, or start anew in another run_dir"
+                f"{_set_back(key, before.get(key), saved)} to resume, or start over in another run_dir"
             )
 
 
@@ -132,7 +132,7 @@ def _check_packages(saved: Path, tree: Tree, config: Config) -> None:
     for key, name in sorted(package_parts(tree) - package_parts(config.model_dump())):
         raise ConfigError(
             f"the run in {saved.parent} began with {key}={name}, a part of another package, and these settings choose "
-            f"another; set {key}={name} to resume, or start anew in another run_dir"
+            f"another; set {key}={name} to resume, or start over in another run_dir"
         )
 
 

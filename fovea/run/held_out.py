@@ -115,7 +115,7 @@ def search_shared_images(run: Run) -> SharedImages | None:
     run.progress.print(str(found))
     if found.shared and settings.shared_images == "forbid":
         raise TrainError(
-            f"{found.shared} held-out images are also in the training split, so that the accuracy is not held-out; "
-            "split the rows by image, or set evaluate.shared_images=count"
+            f"{found.shared} test images are also in the training split, so the accuracy is not a held-out one; split "
+            "the rows by image, or set evaluate.shared_images=count"
         )
     return found

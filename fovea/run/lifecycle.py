@@ -87,7 +87,7 @@ async def _resumed(run: Run) -> TrainState:
     restore_position(run, saved)
     state = TrainState.from_json(run.resumed.step, saved["train_state"], started=run.started)
     for damaged in run.resumed.passed_over:
-        run.progress.warn(f"{damaged} is damaged: it is passed over, and kept as {damaged.name}.damaged")
+        run.progress.warn(f"{damaged} is damaged: it is skipped, and kept as {damaged.name}.damaged")
     run.progress.print(f"resumed at step {state.step} from {run.resumed.folder}")
     for key, value in _pace(run.config).items():
         if key in saved["pace"] and saved["pace"][key] != value:
@@ -110,8 +110,8 @@ async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
         await run.policy.limit_microbatches(limit)
         if limit < setting:
             run.progress.print(
-                f"micro-batches have {limit} tokens at most, since memory ran out before this resume; another value of "
-                f"train.max_tokens_per_microbatch={setting} counts from then on"
+                f"micro-batches have {limit} tokens at most, since memory ran out before this resume; set "
+                f"train.max_tokens_per_microbatch={setting} to another value to replace this limit"
             )
         if run.config.rollout.engine.shares_weights:
             run.progress.print("the KV cache is freed before every update, since memory ran out before this resume")
@@ -201,19 +201,19 @@ async def _print_notes(run: Run, state: TrainState, metrics: Metrics) -> None:
     if state.retained.skipped_since == step:
         await run.checkpoints.finish()
         run.progress.warn(
-            f"step {step}: the update was skipped, since something in it is not finite; the checkpoint before it, "
-            f"{run.checkpoints.newest}, is kept: to go back there, delete the later ones and set resume=auto"
+            f"step {step}: the update was skipped, since it has values that are not finite; the checkpoint before it, "
+            f"{run.checkpoints.newest}, is kept: to go back to it, delete the later ones and set resume=auto"
         )
     if metrics.get("microbatch/out_of_memory"):
         run.progress.warn(
-            f"step {step}: memory ran out in the update, which began again with smaller micro-batches: of "
-            f"{metrics['microbatch/max_tokens']:.0f} tokens at most from here on, in place of "
+            f"step {step}: memory ran out in the update, which was repeated with smaller micro-batches, "
+            f"of {metrics['microbatch/max_tokens']:.0f} tokens at most from here on, in place of "
             f"train.max_tokens_per_microbatch={settings.train.max_tokens_per_microbatch}"
         )
     if lost := metrics.get("transfer/engines_lost"):
         run.progress.warn(
-            f"step {step}: {lost:.0f} of the engines had their process end or hang; the run goes on with those "
-            "that are left, which is slower; end it and set resume=auto to have all of them again"
+            f"step {step}: engines whose process ended or hung: {lost:.0f}; the run continues more slowly with the "
+            "others; stop it and set resume=auto to start all engines again"
         )
     for finding in run.findings_watch.new(step, metrics, settings.model_dump(mode="json")):
         run.progress.print(f"step {step}: {finding.text}")
@@ -285,7 +285,7 @@ async def end_early(run: Run, state: TrainState, stop: Stop) -> NoReturn:
     reason = stop.reason
     await save_last(run, state)
     _print_hints(run)
-    run.progress.print(f"{reason}: saved at step {state.step}; run_dir={run.folder} resume=auto goes on from here")
+    run.progress.print(f"{reason}: saved at step {state.step}; run_dir={run.folder} resume=auto continues from here")
     if stop.received is None and run.config.evaluate.after_max_hours:
         with stop.at_once():
             # the loop that draws ahead may have dropped what these weights were to draw

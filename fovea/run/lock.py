@@ -69,12 +69,12 @@ def _take(file: TextIO, folder: Path) -> None:
         if owner is not None and owner.is_here and owner.is_alive:
             raise ConfigError(_in_use(folder, owner)) from None
     if not _is_at(file, folder / LOCK_FILE):
-        raise ConfigError(f"run_dir={folder} was deleted by a run that ended just now without a step; start again")
+        raise ConfigError(f"run_dir={folder} was just deleted by a run that ended before its first step; start again")
     owner = _owner(file)
     if owner is not None and not owner.is_here:
         raise ConfigError(
-            f"run_dir={folder} is held by {owner}, and from here it cannot be seen whether that still runs; if it has "
-            f"ended, delete {folder / LOCK_FILE}, else set another run_dir"
+            f"run_dir={folder} is locked by {owner}, and this host cannot tell whether that process still runs; if it "
+            f"has ended, delete {folder / LOCK_FILE}, else set another run_dir"
         )
     file.truncate(0)
     file.write(json.dumps(asdict(Owner.this_process())))

@@ -49,4 +49,4 @@ def left_limit(folder: Path) -> MicrobatchTokens | None:
         left = MicrobatchTokens(**json.loads(read_file(file, within=folder)))
         return MicrobatchTokens(setting=int(left.setting), limit=int(left.limit))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise DataError(f"{file} holds no size of micro-batches ({error}); delete the file") from error
+        raise DataError(f"{file} is not a valid record of a micro-batch size ({error}); delete the file") from error

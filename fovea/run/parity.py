@@ -120,7 +120,10 @@ async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[Parit
 
 
 async def read_synced_parity(run: Run, version: int) -> ParityResult:
-    """Compare log-probs of a few completions after a weight sync, also with the policy's before it on tokens drawn again."""
+    """Compare log-probs of a few completions after a weight sync, also with those of the weights before it.
+
+    The weights before it are compared on the tokens that the engine sampled both times.
+    """
     groups = await _draw(run, run.taken_sync.prompts, version, as_for_update=False)
     sound = await _score(run, groups)
     stale = run.taken_sync.beside(groups, sound)
@@ -321,10 +324,10 @@ async def check_sync(run: Run, sync: SyncReport) -> None:
     floor = FLOOR_FRAC[run.config.model.dtype] * run.config.parity.max_abs_logprob_diff
     if stale is not None and stale.found and stale.sound.mean_abs > floor:
         raise ParityError(
-            f"after the weight sync of version {sync.version}, log-probs of the {run.engine.name} engine and of the trainer "
-            f"differ by {stale.sound.mean_abs:.2g} on images that the engine has seen before, and by "
-            f"{stale.faulty.mean_abs:.2g} on the same images as new ones: it keeps features of images from older "
-            "weights of the vision tower. Empty its cache of image features with each weight sync (vLLM: "
+            f"after the weight sync of version {sync.version}, log-probs of the {run.engine.name} engine and of the "
+            f"trainer differ by {stale.sound.mean_abs:.2g} on images that the engine has seen before, and by "
+            f"{stale.faulty.mean_abs:.2g} where the same images are new to it: it still uses image features of older "
+            "weights of the vision tower. Clear its cache of image features at each weight sync (vLLM: "
             "reset_encoder_cache), or set model.freeze_vision_tower=true"
         )
     if result.sync_violation is not None:
@@ -376,13 +379,13 @@ async def check_rollout(run: Run, step: int, batch: Batch, metrics: Metrics) -> 
     if likely or is_gross:
         cause = f"The engine seems to have this fault: {likely.text}. " if likely else nearest_fault(result)
         raise ParityError(
-            f"{differ}; before the first step they agreed. {cause}Look at what rollouts do otherwise than the parity "
-            "gate, then set resume=auto to go on from the last checkpoint"
+            f"{differ}; they agreed before the first step. {cause}Find out what rollouts do differently from the "
+            "parity gate, then set resume=auto to continue from the last checkpoint"
         )
     run.rollout_mismatch.explained(found, staleness=staleness)
     run.progress.warn(
-        f"{differ}. {nearest_fault(result) or 'No known fault explains it. '}The run goes on, and looks again where "
-        "the difference has doubled; a lower train.learning_rate or rollout.max_staleness_steps makes it smaller"
+        f"{differ}. {nearest_fault(result) or 'No known fault explains it. '}The run continues, and checks again when "
+        "the difference has doubled; a lower train.learning_rate or rollout.max_staleness_steps reduces it"
     )
 
 

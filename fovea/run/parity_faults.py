@@ -51,7 +51,7 @@ def usable_prompts(
         except DataError as error:
             # not reported as bad here: the run does so when its data order comes to them
             last_error = str(error)
-            say(f"parity gate: {rows} of {num_rows} rows found among {tried + 1} tried; {last_error}")
+            say(f"parity gate: found {rows} of {num_rows} usable rows among {tried + 1} tried; {last_error}")
         else:
             # later turns may have images too
             prompts += [("with images", whole)] if whole.prompt.images or environment.max_turns > 1 else []
@@ -60,7 +60,7 @@ def usable_prompts(
         tried += 1
     if not prompts:
         within = f" within {max_seconds:g} s" if clock() >= end else ""
-        raise DataError(f"none of the first {tried} training rows can be used{within}, the last one: {last_error}")
+        raise DataError(f"none of the first {tried} training rows can be used{within}; the last error: {last_error}")
     return prompts
 
 
@@ -228,7 +228,7 @@ class TakenSync:
         self._tokens = list(_by_sample(groups, sound))
 
     def beside(self, groups: Sequence[SampleGroup], sound: Sequence[Array]) -> list[Columns]:
-        """Log-probs after a later weight sync, beside those of the remembered sync on the tokens that both have drawn."""
+        """Log-probs after a later weight sync and after the remembered one, for the tokens sampled both times."""
         engine = [engine_logprobs(group) for group in groups]
         after = zip(_by_sample(groups, engine), _by_sample(groups, sound), strict=True)
         columns = list[Columns]()

@@ -181,7 +181,7 @@ class ParityResult:
         kind = self.worst
         if kind.mean_abs <= self.limit:
             return None
-        text = f"differ by {kind.mean_abs:.3g} on average, and parity.max_abs_logprob_diff={self.limit:g}"
+        text = f"differ by {kind.mean_abs:.3g} on average; the limit is parity.max_abs_logprob_diff={self.limit:g}"
         return Violation(kind=kind, text=text)
 
     def _k3_violation(self) -> Violation | None:
@@ -189,7 +189,7 @@ class ParityResult:
         kind = max(self.kinds, key=lambda kind: nan_as_infinity(kind.k3))
         if kind.k3 <= self.max_k3:
             return None
-        limit = f"parity.max_abs_logprob_diff={self.limit:g} stands for up to {self.max_k3:.3g}"
+        limit = f"parity.max_abs_logprob_diff={self.limit:g} allows up to {self.max_k3:.3g}"
         return Violation(kind=kind, text=f"have a k3 of {kind.k3:.3g}, and {limit}")
 
     @property
@@ -202,9 +202,7 @@ class ParityResult:
         found = [fault for fault in self.doubtful if fault.found]
         if not found:
             return None
-        text = (
-            f"differ by {found[0].sound.mean_abs:.3g} on average, and by {found[0].faulty.mean_abs:.2g} under a fault"
-        )
+        text = f"differ by {found[0].sound.mean_abs:.3g} on average, and by {found[0].faulty.mean_abs:.2g} with a fault"
         return Violation(kind=self.worst, text=text)
 
     def _image_violation(self) -> Violation | None:
@@ -220,7 +218,7 @@ class ParityResult:
         seen = f"differ by {images.mean_abs:.3g} on average, and by {text.mean_abs:.2g} without images"
         return Violation(
             kind=images,
-            text=f"{seen}; {allowed:.2g} is allowed, {IMAGE_RATIO:g} times that and {frac:g} of "
+            text=f"{seen}; {allowed:.2g} is allowed: {IMAGE_RATIO:g} times that plus {frac:g} of "
             f"parity.max_abs_logprob_diff={self.limit:g}",
         )
 
@@ -237,8 +235,9 @@ def parity_failure(result: ParityResult) -> str:
     kind, token = broken.kind, broken.kind.worst
     return (
         f"{result.model}: on prompts {kind.kind} the log-probs of the {result.engine} engine and of the trainer "
-        f"{broken.text}; worst is token {token.text!r} (id {token.token_id}), number {token.number} of a completion of "
-        f"{token.row}: {token.engine_logprob:.3f} in the engine, {token.trainer_logprob:.3f} in the trainer. "
+        f"{broken.text}; the worst token is {token.text!r} (id {token.token_id}), number {token.number} of a "
+        f"completion of {token.row}: {token.engine_logprob:.3f} in the engine, {token.trainer_logprob:.3f} in the "
+        "trainer. "
         f"{nearest_fault(result)}{_likely_fix(result, broken)}"
     )
 
@@ -254,15 +253,16 @@ def nearest_fault(result: ParityResult) -> str:
 
 def _likely_fix(result: ParityResult, broken: Violation) -> str:
     if result.engine.endswith("(int8 decoding)"):
-        return "Set rollout.engine.decode_weights=exact, or raise the limit to what importance_sampling_fix may correct"
+        return "Set rollout.engine.decode_weights=exact, or raise the limit to what importance_sampling_fix can correct"
     others = [kind for kind in result.kinds if kind.kind != broken.kind.kind]
     agree = all(kind.mean_abs <= result.limit and kind.k3 <= result.max_k3 for kind in others)
     if broken.kind.kind == "with images" and others and agree:
         return (
-            "Without images they agree: look at the positions of image tokens and at what encodes the images: does "
-            "the engine get them, has it loaded the weights of the vision tower, does it resize them as the trainer?"
+            "Without images they agree: look at the positions of image tokens and at the encoding of images. Does the "
+            "engine receive the images, has it loaded the weights of the vision tower, does it resize images as the "
+            "trainer does?"
         )
     return (
-        "Engine and trainer hold other weights, or one of them computes another model: compare both with transformers "
+        "Engine and trainer hold different weights, or compute different models: compare both with transformers "
         "(`fovea doctor RECIPE` measures again), or raise the limit for an engine that is known to be this inexact"
     )

@@ -66,9 +66,9 @@ def _cut(text: str) -> str:
 
 
 MAX_MESSAGE_CHARS, MAX_TOOL_CHARS = 50_000, 80
-"""Of a text in a message and of the name of a tool, both of which a tool or a model may have written."""
+"""Longest text of a message and longest tool name that are recorded; a tool or a model may have written either."""
 DECIMALS = 4
-"""Of log-probs and advantages in a record: a mismatch between engine and trainer that matters is far larger than 1e-4."""
+"""Decimals of recorded log-probs and advantages: a mismatch of engine and trainer that matters far exceeds 1e-4."""
 RECORDED_GROUPS = 4
 """Groups of a recorded step, each with all of its answers."""
 RECORDED_TOKENS = 1024

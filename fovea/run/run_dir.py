@@ -31,8 +31,8 @@ def make_folder(config: Config) -> tuple[Path, bool]:
         return folder, is_new
     if config.resume == "auto":
         raise ConfigError(
-            f"resume=auto goes on with the run in run_dir, but run_dir={config.run_dir} is a new folder every time; "
-            f"set run_dir to the folder of the run, such as runs/{LATEST}, or to one that is always the same"
+            f"resume=auto continues the run in run_dir, but run_dir={config.run_dir} is a new folder every time; set "
+            f"run_dir to the folder of the run, such as runs/{LATEST}, or to a fixed name"
         )
     name = filled(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
     for folder in map(Path, chain([name], (f"{name}-{number}" for number in count(2)))):

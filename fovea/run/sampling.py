@@ -46,7 +46,7 @@ def answer_end_of(config: Config, environment: Environment) -> AnswerEnd | None:
     if end is None:
         raise ConfigError(
             f"rollout.stop_after_answer=true, but environment={config.environment.name} does not say where an answer "
-            "ends, or the parts of a mixture say different ends; set rollout.stop_after_answer=false, or give your "
-            "environment answer_end = AnswerEnd(), of fovea_gym.types"
+            "ends, or the parts of a mixture name different ends; set rollout.stop_after_answer=false, or define "
+            "answer_end = AnswerEnd() (from fovea_gym.types) in your environment"
         )
     return end

@@ -49,7 +49,7 @@ class Stop:
         if self.received is not None:
             return self.received.name
         over = self.max_hours is not None and perf_counter() - self.started >= self.max_hours * 3600
-        return f"max_hours={self.max_hours:g} are over" if over else ""
+        return f"max_hours={self.max_hours:g} is reached" if over else ""
 
     def end(self) -> NoReturn:
         """End a saved run: KeyboardInterrupt for SIGINT, else SystemExit, with code 0 where the time is over."""
@@ -85,7 +85,7 @@ class Stop:
         if not self._in_steps or self.received is not None:
             _end(signal.Signals(number), RESUMABLE)
         self.received, self._received_at = signal.Signals(number), perf_counter()
-        _write(f"{self.received.name}: the run ends after this step, when it is saved; a second signal ends it at once")
+        _write(f"{self.received.name}: the run ends after this step, once it is saved; a second signal ends it at once")
 
 
 @contextmanager
@@ -130,8 +130,8 @@ def too_few_rows(num_rows: int, config: Config) -> str | None:
     if wanted <= num_rows:
         return None
     times = -(-wanted // num_rows) if epochs is None else min(-(-wanted // num_rows), epochs)
-    effect = f"rows come {times} times in one step" if times > 1 else "a step takes all of them, each once"
+    effect = f"rows repeat {times} times in one step" if times > 1 else "a step takes each of them once"
     return (
-        f"rollout.prompts_per_step={wanted} is more than the {num_rows} training rows, so that {effect}; lower it to "
-        f"{num_rows} or less, and raise rollout.samples_per_prompt for more answers to each"
+        f"rollout.prompts_per_step={wanted} is more than the {num_rows} training rows, so {effect}; lower it to "
+        f"{num_rows} or less, and raise rollout.samples_per_prompt for more answers to each row"
     )

@@ -49,7 +49,7 @@ def supervise(config: Config, words: Sequence[str]) -> int:
     """Train in a child process, `fovea train` with these words, and again after each death; returns the exit code."""
     if num_processes() > 1:
         raise ConfigError(
-            f"max_restarts={config.max_restarts} under torchrun, which starts all processes again by itself; set "
+            f"max_restarts={config.max_restarts} is set under torchrun, which restarts all processes itself; set "
             "max_restarts=0, a fixed run_dir and resume=auto, and give torchrun --max-restarts"
         )
     folder, is_new = make_folder(config)
@@ -67,13 +67,13 @@ def _train(restarts: Restarts, words: Sequence[str]) -> int:
             code = child.run([*command, *restarts.words()])
             cause = cause_of_death(code)
             if cause is None and code >= 0 and was_left_by(child.pid, restarts.folder):
-                cause = f"a library has ended the process with code {code}, as Ray's does when its raylet has ended"
+                cause = f"a library ended the process with code {code}, as Ray does when its raylet has ended"
                 code = ClusterError.exit_code
             if cause is None or child.was_signalled:
                 return _exit_code(code)
             restarts.count()
             if restarts.refusal:
-                _say(f"{cause}, and {restarts.refusal}; resume=auto goes on from {restarts.place}")
+                _say(f"{cause}, and {restarts.refusal}; resume=auto continues from {restarts.place}")
                 return _exit_code(code)
             _say(f"{cause}: starting again from {restarts.place}; {restarts.left} restarts left until a new checkpoint")
 
@@ -120,11 +120,11 @@ class Restarts:
     def refusal(self) -> str:
         """Why there is no further attempt; empty where there is one."""
         if not self.config.max_restarts:
-            return "max_restarts=0 does not start it again"
+            return "max_restarts=0 allows no restart"
         if self.left < 0:
-            return f"max_restarts={self.config.max_restarts} were used up without a new checkpoint"
+            return f"max_restarts={self.config.max_restarts} is used up without a new checkpoint"
         hours = self.config.max_hours
-        return f"max_hours={hours:g} are over" if hours is not None and self._spent_seconds >= 3600 * hours else ""
+        return f"max_hours={hours:g} is reached" if hours is not None and self._spent_seconds >= 3600 * hours else ""
 
     @property
     def place(self) -> str:

@@ -20,8 +20,8 @@ def record_unscored(folder: Path, warn: Callable[[str], None], step: int, rollou
     _write_unscored(folder, warn, step, [*rollout.failed, *rollout.unscored])
     if not rollout.groups:
         raise TrainError(
-            f"none of the {len(rollout.unscored)} groups of step {step} could be scored; the last: "
-            f"{rollout.unscored[-1]}; fix that ({UNSCORED_FILE} of the run folder has them all) and continue "
+            f"none of the {len(rollout.unscored)} groups of step {step} could be scored; the last error: "
+            f"{rollout.unscored[-1]}; fix it ({UNSCORED_FILE} in the run folder lists all errors) and continue "
             "with resume=auto"
         )
 

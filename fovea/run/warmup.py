@@ -76,7 +76,7 @@ async def _next_pairs(stage: WarmupStage, note_failed: Callable[[str], None]) ->
             note_failed(failed[-1])
     if failed and not pairs:
         raise TrainError(
-            f"all {len(failed)} demonstrations of a step of the warm-up failed; the last: {failed[-1]}; correct the "
+            f"all {len(failed)} demonstrations of a warm-up step failed; the last error: {failed[-1]}; correct the "
             "environment, or set warmup=null"
         )
     return pairs

@@ -69,7 +69,7 @@ def _on_ray(config: Config, model: Model) -> Backends:
     if num_processes() > 1:
         raise ConfigError(
             f"cluster.gpus_per_node={config.cluster.gpus_per_node} has Ray start the workers, but torchrun has started "
-            f"{num_processes()} processes; leave torchrun or cluster.gpus_per_node out"
+            f"{num_processes()} processes; leave out torchrun or cluster.gpus_per_node"
         )
     placement = placement_of(config, config.cluster.num_ray_workers)
     setup = _for_elsewhere(config, model, placement)
@@ -105,13 +105,13 @@ def placement_of(config: Config, num_workers: int) -> Placement:
     if config.rollout.engine.has_one_leader and num_engines > 1:
         # Megatron's processes all train and generate
         advice = (
-            "train in one process, or set rollout.engine=vllm, with its environment as rollout.engine.python"
+            "train in one process, or set rollout.engine=vllm and rollout.engine.python to its own environment"
             if config.train.backend.name == "megatron"
             else "set cluster.placement=disaggregated and cluster.rollout_gpus=1"
         )
         raise ConfigError(
-            f"rollout.engine={config.rollout.engine.name} with {num_engines} workers that generate, and one has to "
-            f"lead the servers; {advice}"
+            f"rollout.engine={config.rollout.engine.name} with {num_engines} workers that generate is not possible, "
+            f"since a single one has to lead the servers; {advice}"
         )
     return placement
 

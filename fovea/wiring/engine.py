@@ -53,7 +53,7 @@ def make_remote(config: Config, settings: StreamedSettings, model: Model) -> Rem
         process = EngineProcess(f"the engine of {settings.python}", command, payload, NO_LIMITS, variables_of(python))
     except (NotStartedError, OSError) as error:
         install = f"{settings.python} -m {pip_install_elsewhere(settings.extra)}"
-        raise ConfigError(f"{here}: {error}; where Fovea or the engine is missing there: {install}") from error
+        raise ConfigError(f"{here}: {error}; if Fovea or the engine is missing there: {install}") from error
     except (ClusterError, OutOfMemoryError):  # whose exit codes tell a supervisor to try again
         raise
     except FoveaError as error:

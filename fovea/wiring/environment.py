@@ -50,7 +50,7 @@ def make_environment(
         made = graded(config, settings.made(offered(config), config.seed), name)
     if config.warmup is not None and not made.environment.has_demonstrations:
         raise ConfigError(
-            f"warmup imitates demonstrations, which environment.name={config.environment.name} does not have; set "
+            f"warmup imitates demonstrations, but environment.name={config.environment.name} does not provide any; set "
             "warmup=null"
         )
     if config.reward is not None:
@@ -62,8 +62,8 @@ def make_environment(
         )
     if config.second_opinion and made.environment.has_sessions:
         raise ConfigError(
-            "second_opinion overrules the rules of vqa and geo3k, and this environment opens sessions, which may score "
-            "their episodes; set second_opinion=null, or use model_reward"
+            "second_opinion corrects the rule-based scores of vqa and geo3k, but this environment opens sessions, "
+            "which may score their episodes themselves; set second_opinion=null, or use model_reward"
         )
     grading = with_reward_models(config, made.grading)
     if bonus := config.environment.tool_bonus:
@@ -98,13 +98,13 @@ def _make_part(config: Config, name: str, part: MixturePart) -> Part:
         made = make_environment(config.model_copy(update=own))
     if uses_tools(made.environment, made.tools) and (config.environment.tools or config.environment.mcp.by_name):
         raise ConfigError(
-            f"environment.parts.{name} has tools, and the mixture has tools for all parts; name them either for each "
+            f"environment.parts.{name} has tools, and the mixture has tools for all parts; name tools either in each "
             "part, or in environment.tools and environment.mcp"
         )
     if made.stages.stages and config.curriculum.enabled:
         raise ConfigError(
-            f"environment.parts.{name} has {len(made.stages.stages)} stages, which a mixture does not go through; set "
-            "curriculum.enabled=false, so that its answers are scored by the last"
+            f"environment.parts.{name} has {len(made.stages.stages)} curriculum stages, but a mixture does not step "
+            "through stages; set curriculum.enabled=false to score its answers by the last stage"
         )
     return Part(environment=made.environment, grading=made.grading, tools=made.tools, share=part.share)
 
@@ -128,7 +128,7 @@ def graded(config: Config, given: Any, name: str) -> GradedEnvironment:
         # those of a mixture are within the limits of each part
         environment = limited(environment, config.environment.session, name)
         if num_ended := end_left_processes():
-            LOG.warning("ended %d processes that the sessions of a killed run had left", num_ended)
+            LOG.warning("ended %d processes that were left over from the sessions of a killed run", num_ended)
     return GradedEnvironment(environment=environment, grading=grading, stages=stages, parts=parts)
 
 

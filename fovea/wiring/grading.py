@@ -113,8 +113,8 @@ def _second_opinion(grader: Grader, judge: Grader, ask: Literal["wrong", "always
     # of an environment that was given as an object
     if not isinstance(grader, Overrulable):
         raise ConfigError(
-            f"second_opinion overrules the rules of vqa and geo3k, and this run has a {type(grader).__name__}; set "
-            "second_opinion=null, or use model_reward"
+            f"second_opinion corrects the rule-based scores of vqa and geo3k, but this run has a "
+            f"{type(grader).__name__}; set second_opinion=null, or use model_reward"
         )
     return WithSecondOpinion(rule=grader, judge=judge, ask=ask)
 

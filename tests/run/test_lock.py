@@ -109,5 +109,5 @@ def test_the_lock_of_a_folder_that_its_run_deletes_is_nobodys(tmp_path: Path, mo
         take(file, how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fcntl, "flock", delete_first)
-    with pytest.raises(ConfigError, match=r"was deleted by a run that ended just now .* start again"), locked(tmp_path):
+    with pytest.raises(ConfigError, match=r"was just deleted by a run that ended .* start again"), locked(tmp_path):
         pass
