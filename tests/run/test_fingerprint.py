@@ -109,10 +109,10 @@ def put(name: str, old: str, new: str) -> Callable[[Path], int]:
         # in a module that a module of the reward's imports, when it is called
         (
             put("helpers/rules.py", "1", "2"),
-            r"so far: code of reward=own\.py:right, its import helpers/rules\.py was \d+ bytes",
+            r"checkpoint: code of reward=own\.py:right, its import helpers/rules\.py was \d+ bytes",
         ),
-        (flipped_weight, r"so far: file of the model model\.safetensors was (\d+) bytes, .* and is \1 bytes, "),
-        (put("model/tokenizer.json", "{", " {"), r"so far: file of the model tokenizer\.json was"),
+        (flipped_weight, r"checkpoint: file of the model model\.safetensors was (\d+) bytes, .* and is \1 bytes, "),
+        (put("model/tokenizer.json", "{", " {"), r"checkpoint: file of the model tokenizer\.json was"),
     ],
     ids=["answer", "order", "number", "test row", "image", "reward", "import", "weights", "tokenizer"],
 )

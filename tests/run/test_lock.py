@@ -63,7 +63,7 @@ def test_a_killed_process_is_in_nobodys_way(tmp_path: Path) -> None:
 def test_an_owner_on_another_host_is_for_the_user_to_judge(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(Owner(host="node-17", pid=4, started="1"))))
     with (
-        pytest.raises(ConfigError, match=r"held by process 4 on host node-17, .* delete .*run\.lock"),
+        pytest.raises(ConfigError, match=r"locked by process 4 on host node-17, .* delete .*run\.lock"),
         locked(tmp_path),
     ):
         pass
