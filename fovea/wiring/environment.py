@@ -1,4 +1,4 @@
-"""Builder of the environment: its settings make it, and the run's limits, rewards, models and tools come around it."""
+"""Builder of the environment from its settings, wrapped in the limits, rewards, reward models and tools of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fovea_gym.graders.reward_models import WithToolBonus
 from fovea_gym.settings.environments import MixturePart, OwnEnvironment
 
 SECTION = "environment."
-"""The words before the settings of an environment in a recipe."""
+"""Prefix of an environment's settings in a recipe."""
 LOG = logging.getLogger(__name__)
 
 
@@ -37,8 +37,8 @@ def make_environment(
 ) -> GradedEnvironment:
     """Make the environment of the settings, or wrap a `given` object; the setting `reward` replaces its graders.
 
-    A GradedEnvironment is taken as it is from here. `rewards` and `tools` are the objects that these settings
-    describe, where Python code has given them.
+    A given GradedEnvironment is not wrapped again. `rewards` and `tools` are the objects for the settings `reward` and
+    `environment.tools`, if Python code gave them.
     """
     if isinstance(given, GradedEnvironment):
         made = given
@@ -54,7 +54,7 @@ def make_environment(
             "warmup=null"
         )
     if config.reward is not None:
-        # an environment's stages belong to its own graders
+        # without the environment's stages, since they belong to its own graders
         made = GradedEnvironment(
             environment=without_scores(made.environment),
             grading=reward_grading(config, config.reward, rewards),
@@ -73,7 +73,7 @@ def make_environment(
 
 
 def offered(config: Config) -> Access:
-    """The offer of a run of these settings to its environment."""
+    """The objects and limits that a run with these settings offers to its environment."""
     rows, opener = make_access(config.data), make_opener(config.data, Path(config.run_dir))
     return Access(
         cache_dir=rows.cache_dir,
@@ -92,7 +92,7 @@ def offered(config: Config) -> Access:
 
 
 def _make_part(config: Config, name: str, part: MixturePart) -> Part:
-    # a model's share of the reward is that of the whole run's
+    # model_reward is applied once to the whole run, not per part
     own = {"environment": part.environment, "reward": part.reward, "model_reward": None}
     with errors_of_part(name, SECTION):
         made = make_environment(config.model_copy(update=own))
@@ -110,7 +110,7 @@ def _make_part(config: Config, name: str, part: MixturePart) -> Part:
 
 
 def graded(config: Config, given: Any, name: str) -> GradedEnvironment:
-    """An environment with its graders, and its calls within limits; one without graders is scored by its `score`."""
+    """An environment with graders, and with limits on its calls; without graders, its `score` method grades."""
     stages, parts = stages_of(given), given.parts if isinstance(given, Mixture) else {}
     has_graders = hasattr(given, "graders")
     if isinstance(given, Environment) and has_graders:
@@ -125,7 +125,7 @@ def graded(config: Config, given: Any, name: str) -> GradedEnvironment:
             else Grading(graders=user_graders(user, stages, limits.name), calls=LimitedCalls(limits))
         )
     if environment.has_sessions and not parts:
-        # those of a mixture are within the limits of each part
+        # the sessions of a mixture are limited by each part
         environment = limited(environment, config.environment.session, name)
         if num_ended := end_left_processes():
             LOG.warning("ended %d processes that were left over from the sessions of a killed run", num_ended)
@@ -133,7 +133,7 @@ def graded(config: Config, given: Any, name: str) -> GradedEnvironment:
 
 
 def _user_environment(user: Any, name: str, max_concurrent: int) -> UserEnvironment:
-    """A user's environment; what replies in its episodes is called in threads."""
+    """Wrap a user's environment; if it has sessions or several turns, its methods are called in threads."""
     replies = defines(user, "reply") and getattr(user, "max_turns", 1) > 1
     if not replies and not defines(user, "open"):
         return UserEnvironment(user, name)
