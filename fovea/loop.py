@@ -24,7 +24,7 @@ from fovea_gym.utils.event_loop import wait_for
 def train(run: Run) -> Summary:
     """Train a run to its end, from the start or a checkpoint: warm-up, steps, evaluation, files of the run folder.
 
-    Works in scripts and in notebook cells. Signals are only handled if it is called in the main thread.
+    This works in scripts and in notebook cells. Signals are handled only if it is called in the main thread.
     """
     with stopping(run) as stop:
         return wait_for(_train(run, stop))
@@ -41,13 +41,13 @@ async def _train(run: Run, stop: Stop) -> Summary:
                 state = await record(run, state, groups, metrics)
                 if stop.reason:
                     await end_early(run, state, stop)
-            # within `after_step`, so that a signal waits for the save as it waits for a step
+            # within `after_step`, so that a signal waits for the save, as it waits for a step
             await save_last(run, state)
         return await finish(run, state)
 
 
 async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metrics]:
-    """Take one step, from rows to new weights. `state.step`, counted from 0, is the version of the sampling policy."""
+    """Take one step, from rows to new weights; `state.step`, counted from 0, is the version of the sampling policy."""
     rollout = await sample_step(run, state.step, run.phases)
     await run.engine.sleep()
     metrics = await learn(run, state, rollout)

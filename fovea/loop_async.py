@@ -1,7 +1,7 @@
 """The training loop in which engines sample the next steps while the policy trains; `loop.py` is the synchronous one.
 
-Completions come from a policy that is up to `rollout.max_staleness_steps` steps older. The loss corrects for this by
-the ratio to the log-probs with which they were sampled (decision 020). Policy and engines must be in separate
+Completions come from a policy that is up to `rollout.max_staleness_steps` steps older. The loss corrects for this with
+the ratio to the log-probs under which they were sampled (decision 020). Policy and engines must run in separate
 processes.
 """
 
@@ -39,7 +39,7 @@ async def _train(run: Run, stop: Stop) -> Summary:
                     if stop.reason:
                         await ahead.put_back()
                         await end_early(run, state, stop)
-            # within `after_step`, so that a signal waits for the save as it waits for a step
+            # within `after_step`, so that a signal waits for the save, as it waits for a step
             await save_last(run, state)
         return await finish(run, state)
 

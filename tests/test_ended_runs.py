@@ -47,7 +47,7 @@ def test_a_signal_lets_the_step_end_and_saves_it(number: signal.Signals, code: i
     assert 3 <= taken < STEPS
     assert (stopped / "checkpoints" / f"step-{taken}").is_dir()
     assert f"{number.name}: the run ends after this step" in err
-    assert f"saved at step {taken}; run_dir={stopped} resume=auto goes on from here" in out
+    assert f"saved at step {taken}; run_dir={stopped} resume=auto continues from here" in out
     assert "Traceback" not in err
     assert (number is signal.SIGINT) == err.splitlines()[-1].startswith("stopped by Ctrl-C")
     if number is not signal.SIGTERM:
@@ -65,7 +65,7 @@ def test_a_time_limit_lets_the_step_end_and_saves_it(tmp_path: Path) -> None:
     settings = ("max_steps=3", "checkpoint.every_steps=0")
     fovea_here(*arguments(whole, *settings))
     done = fovea_here(*arguments(limited, *settings, "max_hours=1e-9"))
-    said = f"max_hours=1e-09 are over: saved at step 1; run_dir={limited} resume=auto goes on from here"
+    said = f"max_hours=1e-09 is reached: saved at step 1; run_dir={limited} resume=auto continues from here"
     assert said in done.stdout
     assert not (limited / "summary.json").exists(), "the evaluation of the end takes its time"
     done = fovea_here(*arguments(limited, *settings, "resume=auto"))

@@ -53,7 +53,7 @@ def test_the_only_episode_that_is_left_trains_where_none_are_compared(advantage:
 def test_a_run_whose_sessions_all_fail_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SessionError, match=r"4 of 4 sessions of the parity gate failed: train/0: .*no such door"):
         wait_for(begin(run_of(tmp_path / "gate", Doors(failing=4))))
-    with pytest.raises(TrainError, match=r"all 4 demonstrations of a step of the warm-up failed; the last: a demonst"):
+    with pytest.raises(TrainError, match=r"all 4 demonstrations of a warm-up step failed; the last error: a demonst"):
         wait_for(begin(run_of(tmp_path / "warm-up", Doors(failing=0, demonstrated=8), warmup=WARMUP)))
 
 

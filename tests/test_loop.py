@@ -53,7 +53,7 @@ def test_the_time_limit_counts_earlier_attempts_and_is_named_as_it_was_set(
     with pytest.raises(SystemExit) as ended:
         train(run)
     assert ended.value.code == 0
-    assert said[-1].startswith("max_hours=1 are over: saved at step 1;")
+    assert said[-1].startswith("max_hours=1 is reached: saved at step 1;")
 
 
 EVALUATED = {"after_max_hours": True, "image_controls": False, "shared_images": "ignore"}
@@ -343,5 +343,5 @@ def test_a_checkpoint_of_another_version_says_what_it_lacks(tmp_path: Path) -> N
     assert latest is not None
     assert latest.state.get("curriculum") is None
     for saved, key in ((latest.state, "curriculum"), (latest.state["train_state"], "kl_coef")):
-        with pytest.raises(DataError, match=rf"step-20: this checkpoint has no '{key}', .* or start anew"):
+        with pytest.raises(DataError, match=rf"step-20: this checkpoint has no '{key}', .* or start over"):
             saved[key]

@@ -114,7 +114,7 @@ def test_a_run_that_dies_at_the_same_place_again_ends(tmp_path: Path) -> None:
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr.splitlines() == [
         "killed by signal 9 (Killed): starting again from the beginning; 0 restarts left until a new checkpoint",
-        "killed by signal 9 (Killed), and max_restarts=1 were used up without a new checkpoint; resume=auto goes on "
+        "killed by signal 9 (Killed), and max_restarts=1 is used up without a new checkpoint; resume=auto continues "
         "from the beginning",
     ]
 
@@ -136,7 +136,7 @@ def test_a_run_whose_process_a_library_ends_goes_on(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(LIBRARY)
     done = fovea(*arguments(tmp_path / "run", *SETTINGS, "max_steps=2", f"reward={tmp_path / 'own.py'}:reward"))
     assert done.returncode == 0, done.stderr
-    assert "a library has ended the process with code 1, as Ray's does" in done.stderr
+    assert "a library ended the process with code 1, as Ray does" in done.stderr
     assert "starting again from the beginning; 0 restarts left" in done.stderr
 
 
@@ -147,8 +147,8 @@ def test_a_run_on_ray_says_what_has_ended_it_without_restarts_too(tmp_path: Path
     done = fovea(*arguments(tmp_path / "run", *(each for each in SETTINGS if "max_restarts" not in each), *on_ray))
     assert done.returncode == 3, done.stderr
     assert done.stderr.splitlines() == [
-        "a library has ended the process with code 1, as Ray's does when its raylet has ended, and max_restarts=0 does "
-        "not start it again; resume=auto goes on from the beginning"
+        "a library ended the process with code 1, as Ray does when its raylet has ended, and max_restarts=0 allows no "
+        "restart; resume=auto continues from the beginning"
     ]
 
 
@@ -173,7 +173,7 @@ def test_a_run_that_dies_behind_the_same_checkpoint_again_ends(tmp_path: Path) -
     died = [line for line in done.stderr.splitlines() if "SIGKILL" in line or "killed by signal 9" in line]
     assert len(died) == 2, done.stderr
     assert "starting again from the checkpoint of step 4; 0 restarts left" in died[0]
-    assert "max_restarts=1 were used up without a new checkpoint" in died[1]
+    assert "max_restarts=1 is used up without a new checkpoint" in died[1]
 
 
 def test_an_error_of_the_user_is_final_and_leaves_no_folder(tmp_path: Path) -> None:

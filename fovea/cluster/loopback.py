@@ -1,6 +1,6 @@
-"""Servers of a run that has one machine: they listen on its loopback interface, out of reach of other machines.
+"""Servers of a run on one machine listen on its loopback interface, out of reach of other machines.
 
-gloo takes every connection that comes, and Ray every one that has the token of this user.
+gloo accepts every connection, and Ray every connection with the token of this user.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ ADDRESS_FILE = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or 
 """File to which `ray start` writes the address of this machine's cluster."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 RAY_BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""The only switch by which Ray 2.60 gives a node the address 127.0.0.1: it replaces one that `ray.init` is given."""
+"""The only switch that makes Ray 2.60 give a node the address 127.0.0.1, even if `ray.init` is given this address."""
 
 
 def gloo_on_loopback() -> None:
-    """Have the process groups of this process meet on the loopback interface, unless the environment names another."""
-    # elsewhere the interface has other names, and gloo's own choice stays
+    """Make gloo use the loopback interface in this process, unless the environment names another interface."""
+    # other systems have other names for it, so they keep gloo's own choice
     if sys.platform == "linux":
         os.environ.setdefault(GLOO_INTERFACE, "lo")
 
 
 def own_ray_on_loopback() -> None:
-    """Have a Ray that this process starts for itself, and all that it starts, listen only on loopback.
+    """Make a Ray cluster that this process starts listen only on the loopback interface.
 
-    Must be called before ray is imported, which reads the environment then. A cluster that is there is left alone.
+    Must be called before ray is imported, since ray reads the environment then. A running cluster is not changed.
     """
     if "ray" not in sys.modules and not running_cluster():
         os.environ.setdefault(RAY_BEYOND_LOOPBACK, "0")
 
 
 def running_cluster() -> str:
-    """The address of the Ray cluster that the environment names, or that this machine is a node of; empty for none."""
+    """The address of the Ray cluster that the environment names or that this machine belongs to; empty if none."""
     left = ADDRESS_FILE.read_text().strip() if ADDRESS_FILE.exists() else ""
     return os.environ.get("RAY_ADDRESS") or left
 
@@ -44,5 +44,5 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_at(host: str) -> socket.socket:
-    """A socket that listens on a free port of one address only."""
+    """Open a socket that listens on a free port of this address only."""
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

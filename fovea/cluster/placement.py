@@ -1,4 +1,4 @@
-"""Who holds what: the workers of a run by rank, and the process groups that they form."""
+"""The roles of a run's workers by rank, and the process groups that they form."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Learners are the first of the workers; the last `num_engines_only` hold only an engine."""
+    """The division of workers: the first are learners; the last `num_engines_only` hold only an engine."""
 
     num_learners: int
     num_engines_only: int
     learners_generate: bool
-    """Learners hold an engine too."""
+    """True if learners hold an engine too."""
     replicas: int = 1
-    """Groups of learners that hold all weights each."""
+    """Number of groups of learners, each of which holds all weights."""
 
     @staticmethod
     def of(cluster: Cluster, num_workers: int, replicas: int = 1) -> Placement:
-        """The placement of so many workers.
+        """The placement of `num_workers` workers.
 
-        ConfigError if none of them would train, or `replicas` does not divide the number of those that do.
+        ConfigError if none of them would train, or if `replicas` does not divide the number of learners.
         """
         num_learners = num_workers - cluster.rollout_gpus
         if num_learners < 1:
             raise ConfigError(
-                f"cluster.rollout_gpus={cluster.rollout_gpus} only generate, and there are {num_workers} processes, "
-                "so that none trains; lower it, start more processes (torchrun --nproc-per-node), or set "
-                "cluster.gpus_per_node for Ray to start them"
+                f"cluster.rollout_gpus={cluster.rollout_gpus} only generate, but there are {num_workers} processes in "
+                "all, so none would train; lower it, start more processes (torchrun --nproc-per-node), or set "
+                "cluster.gpus_per_node to have Ray start them"
             )
         check_replicas(replicas, num_learners)
         return Placement(
@@ -55,30 +55,30 @@ class Placement:
         return range(self.num_learners, self.num_learners + self.num_engines_only)
 
     def learners(self, workers: Sequence[T]) -> Sequence[T]:
-        """Workers that hold a shard of the policy, ordered by rank."""
+        """The workers that hold a shard of the policy, ordered by rank."""
         return workers[: self.num_learners]
 
     def engines(self, workers: Sequence[T]) -> Sequence[T]:
-        """Workers that hold an engine."""
+        """The workers that hold an engine."""
         return workers if self.learners_generate else workers[self.num_learners :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """Parts that one worker holds, and its ranks in collective calls."""
+    """The parts that one worker holds, and its ranks in collective calls."""
 
     everyone: Ranks
     """Ranks of all workers."""
     learners: Ranks | None
     """Ranks of the policy; None for a worker without a shard of it."""
     receivers: Ranks | None
-    """Ranks of the first learner, which sends weights, and the workers with only an engine; None for all others."""
+    """Ranks of the first learner, which sends weights, and of the workers with only an engine; None for others."""
     pairs: Mapping[int, Ranks]
-    """Ranks of the first learner and one of those workers, by its rank among all; for syncs after one was lost, since
-    a process group can be made only by all processes."""
+    """Ranks of the first learner and one worker with only an engine, by that worker's rank: for weight syncs after an
+    engine was lost, since making a new process group would need all processes."""
     has_engine: bool
     in_thread: bool
-    """The policy's calls run in a separate thread: engines may generate meanwhile."""
+    """True if the policy's calls run in a separate thread, since engines may generate meanwhile."""
     is_alone: bool = False
     """True if this process is the whole run, so that rollout and update may share memory and activations."""
 
@@ -97,9 +97,9 @@ class Role:
 
     @staticmethod
     def of(placement: Placement, device: str, timeout: timedelta) -> Role:
-        """The role of this process in the default process group, all of whose processes must make this call.
+        """The role of this process in the default process group; all of its processes must make this call.
 
-        `timeout` is that of collective calls of the process groups that it makes.
+        `timeout` applies to collective calls of the new process groups.
         """
         rank = dist.get_rank()
         is_learner = rank < placement.num_learners
@@ -122,13 +122,13 @@ def _receivers(placement: Placement, device: str, timeout: timedelta) -> Ranks |
 
 def _pairs(placement: Placement, device: str, timeout: timedelta) -> Mapping[int, Ranks]:
     if placement.num_engines_only < 2:
-        return {}  # its loss ends the run, or leaves nobody to send to
+        return {}  # losing the only such engine ends the run, or leaves nobody to send to
     groups = {rank: _group_of([0, rank], device, timeout) for rank in placement.ranks_of_engines}
     return {rank: group for rank, group in groups.items() if group is not None}
 
 
 def _group_of(members: list[int], device: str, timeout: timedelta) -> Ranks | None:
-    """The ranks of a new process group of these members; every process must make this call."""
+    """Make a process group of these members; every process must make this call. None for other processes."""
     group = dist.new_group(members, timeout=timeout)
     if dist.get_rank() not in members:
         return None

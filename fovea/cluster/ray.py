@@ -1,8 +1,8 @@
-"""Workers that Ray starts, on one node or several: the only module that imports ray (extra: ray).
+"""Workers that Ray starts, on one or several nodes; the only module that imports ray (extra: ray).
 
 Each worker is an actor, which serves the calls of the driver as a process of torchrun does. Messages to it are
-arguments of its method `deliver`, and answers and heartbeats are items of the stream that its method `answers` returns.
-The workers of a node have neighbouring ranks.
+arguments of its method `deliver`; answers and heartbeats are items of the stream that its method `answers` returns.
+The workers of a node have consecutive ranks.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ except ModuleNotFoundError as error:
     ) from error
 
 PLACEMENT_SECONDS = 5.0
-"""Longest time that Ray takes to reserve GPUs that are free, and pause between two reports of those that are not."""
+"""Longest time that Ray takes to reserve free GPUs, and interval of the messages about missing GPUs."""
 OWN_CLUSTER_SECONDS = 60.0
-"""Longest time that Ray takes to reserve GPUs of a cluster that it has just started, on a busy machine."""
+"""Longest time to reserve GPUs in a cluster that Ray has just started on a busy machine."""
 KNOCK_SECONDS = 10.0
-"""Longest wait for the head node of a cluster to take a connection."""
+"""Longest wait for the head node of a cluster to accept a connection."""
 LOOK_SECONDS = 0.05
-"""Pause between two looks at Ray's servers: a process whose raylet has ended is ended by Ray within about a second."""
+"""Interval of checks on Ray's servers: Ray ends a process within about a second after its raylet has ended."""
 SERVERS = ("gcs_server", "raylet")
-"""Ray's names of the processes that a run needs. An agent of the raylet ends it."""
+"""Ray's names of the processes that a run needs; if an agent of the raylet ends, the raylet ends too."""
 ANSWERS = "answers"
-"""The concurrency group of the stream of answers: a separate event loop, which goes on while a call blocks."""
+"""The concurrency group of the stream of answers: a separate event loop, which keeps running while a call blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +72,9 @@ class Rendezvous:
     rank: int
     size: int
     timeout_seconds: float
-    """Longest collective call of theirs."""
+    """Timeout of collective calls."""
     allocator: str | None
-    """The driver's settings of torch's allocator on a GPU."""
+    """The driver's settings of torch's GPU allocator."""
 
 
 class RayWorker:
@@ -85,19 +85,19 @@ class RayWorker:
         self._store: TCPStore | None = None
         self._worker: Worker | None = None
         self._calls: asyncio.AbstractEventLoop | None = None
-        """The event loop of all methods but `answers`."""
+        """The event loop of all methods except `answers`."""
 
     async def meeting_point(self) -> tuple[str, int]:
-        """Open the store by which the workers of the run find each other, on this node."""
+        """Open the store on this node by which the workers of the run find each other; returns its host and port."""
         host = get_node_ip_address()
-        # the store by itself would listen on all addresses of the node
+        # by default, the store would listen on all addresses of the node
         listening = listen_at(host)
         port = listening.getsockname()[1]
         self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
         return host, port
 
     async def open(self, rendezvous: Rendezvous, make: Callable[[], Worker]) -> None:
-        """Join the process group of all workers, and make the services of this one."""
+        """Join the process group of all workers, and make the services of this worker."""
         _join(rendezvous)
         self._worker, self._calls = make(), asyncio.get_running_loop()
 
@@ -106,7 +106,7 @@ class RayWorker:
 
     @ray.method(concurrency_group=ANSWERS)
     async def answers(self, heartbeat_timeout_seconds: float) -> AsyncIterator[bytes]:
-        """Serve the calls that `deliver` brings; yields the answers, and beats between them."""
+        """Serve the calls that `deliver` receives; yields the answers, with heartbeats between them."""
         assert self._worker is not None, "calls to a worker that was not opened"
         assert self._calls is not None
         loop, weights_to_sync = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
@@ -127,7 +127,7 @@ class RayWorker:
 
 
 def _join(rendezvous: Rendezvous) -> None:
-    # as torchrun describes a process to `utils.launch`; Ray shows an actor only its own GPUs of its node
+    # the variables by which torchrun describes a process; Ray shows an actor only its own GPUs
     os.environ |= {"RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.size), "LOCAL_RANK": "0"}
     if rendezvous.allocator is not None:
         os.environ.setdefault(GPU_ALLOCATOR, rendezvous.allocator)
@@ -176,9 +176,9 @@ class RayWorkers:
     """The workers of a run on Ray."""
 
     def __init__(self, cluster: Cluster, make: Callable[[], Worker], *, device: str) -> None:
-        """Start all of them; `make` makes the services of one, in its process.
+        """Start all workers; `make` makes the services of a worker, in its process.
 
-        `device` is `model.device`. ConfigError where the cluster has no room for them; an error of `make` is raised.
+        `device` is `model.device`. ConfigError if the cluster has no room for the workers; errors of `make` are raised.
         """
         self._owns_cluster = connect(cluster)
         self._bundles: PlacementGroup | None = None
@@ -207,7 +207,7 @@ class RayWorkers:
         self.handles = [RemoteWorker(RayLine(actor, silence), rank, silence) for rank, actor in enumerate(actors)]
 
     def close(self) -> None:
-        """End the workers that still run, and the cluster if this run has started it."""
+        """End the workers that still run, and the cluster if this run started it."""
         self._closed.set()
         if self._owns_cluster:
             ray.shutdown()
@@ -216,7 +216,7 @@ class RayWorkers:
 
 
 def connect(cluster: Cluster) -> bool:
-    """Connect to a running cluster, else start one on this machine; returns whether it was started."""
+    """Connect to a running cluster, else start one on this machine; returns True if it was started."""
     if ray.is_initialized():
         return False
     if address := running_cluster():
@@ -226,37 +226,37 @@ def connect(cluster: Cluster) -> bool:
         except (RayError, OSError) as error:
             raise ClusterError(
                 f"no connection to the Ray cluster at {address}: {_in_one_line(error)}; see `fovea cluster status`, "
-                "and run `fovea cluster stop` where it has crashed, or unset RAY_ADDRESS"
+                "and run `fovea cluster stop` if it has crashed, or unset RAY_ADDRESS"
             ) from error
         return False
     if cluster.num_nodes > 1:
         raise ConfigError(
-            f"cluster.num_nodes={cluster.num_nodes}, but this machine is in no Ray cluster; run `fovea cluster start` "
-            "here and `fovea cluster start --address HEAD` on the others, or set RAY_ADDRESS"
+            f"cluster.num_nodes={cluster.num_nodes}, but this machine is not in a Ray cluster; run `fovea cluster "
+            "start` here and `fovea cluster start --address HEAD` on the others, or set RAY_ADDRESS"
         )
     make_token()
-    # CPUs are a count to Ray, not a limit: small runs may have more workers than cores
+    # Ray only counts CPUs and does not limit their use, so small runs may have more workers than cores
     num_cpus = max(cluster.num_ray_workers, os.cpu_count() or 1)
     _init(address="local", num_cpus=num_cpus, include_dashboard=False)
     return True
 
 
 def _end_with_servers(closed: threading.Event) -> None:
-    """End this process with the code of a lost worker when a server ends that Ray has started for it.
+    """End this process with the exit code of a lost worker when a server ends that Ray started for it.
 
-    Ray itself ends the process then, with code 1: with its raylet at once, without a word, with its GCS after a minute.
+    Ray would end the process with code 1: silently and at once after its raylet ends, a minute after its GCS ends.
     """
     node: Any = ray._private.worker._global_node
     while not closed.wait(LOOK_SECONDS):
         ended = [name for name, _ in node.dead_processes() if name in SERVERS]
         if ended and not closed.is_set():
             print(
-                f"error: Ray's server {ended[0]} has ended, and with it the workers; start again to go on from the "
-                "last checkpoint (max_restarts does)",
+                f"error: Ray's server {ended[0]} has ended, and with it the workers; start again to continue from the "
+                "last checkpoint (max_restarts does this)",
                 file=sys.stderr,
                 flush=True,
             )
-            # without their GCS, agents and workers would not see for minutes that their raylet has ended
+            # without their GCS, agents and workers would not notice for minutes that their raylet has ended
             for each in node.all_processes.get("raylet", []):
                 _kill_children(each.process.pid)
             os._exit(ClusterError.exit_code)
@@ -270,24 +270,24 @@ def _kill_children(process: int) -> None:
 
 
 def _knock(address: str) -> None:
-    """OSError where nobody listens at an address of the form HOST:PORT."""
-    # Ray itself would try for more than five minutes
+    """Raise OSError if nothing listens at an address of the form HOST:PORT."""
+    # Ray would retry for more than five minutes
     host, _, port = address.rpartition(":")
     if "/" not in host and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
 
 
 def _init(**options: Any) -> None:
-    """Call `ray.init`, without its logs on the terminal and its handler of SIGTERM, which would end a run unsaved."""
+    """Call `ray.init` without logs on the terminal and without Ray's SIGTERM handler, which would end a run unsaved."""
     before = signal.getsignal(signal.SIGTERM)
     ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    # Ray, too, sets a handler only in the main thread
+    # Ray also sets its handler only in the main thread
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
 
 
 def _resource(device: str) -> str:
-    """Ray's name of the resource of which each worker takes one."""
+    """Ray's name of the resource that each worker takes one of."""
     if device == "auto":
         return "GPU" if ray.cluster_resources().get("GPU") else "CPU"
     return "GPU" if device == "cuda" else "CPU"
@@ -299,7 +299,7 @@ def _nodes_of_ranks(cluster: Cluster) -> list[int]:
 
 
 def _reserve_here(cluster: Cluster, resource: str) -> PlacementGroup:
-    """Reserve GPUs in the cluster that this run has started: no other node joins it, and no other run leaves it."""
+    """Reserve GPUs in the cluster that this run started, so that waiting for more nodes or free GPUs is pointless."""
     fix = "lower cluster.gpus_per_node"
     if max(_of_nodes(resource), default=0) < (cluster.gpus_per_node or 0):
         raise ConfigError(f"{_missing(cluster, resource)}; {fix}")
@@ -308,12 +308,12 @@ def _reserve_here(cluster: Cluster, resource: str) -> PlacementGroup:
 
 def _reserve_shared(cluster: Cluster, resource: str) -> PlacementGroup:
     minutes = cluster.wait_minutes
-    fix = f"lower the settings, add nodes by `fovea cluster start`, or raise cluster.wait_minutes={minutes:g}"
+    fix = f"lower these settings, add nodes with `fovea cluster start`, or raise cluster.wait_minutes={minutes:g}"
     return _reserve(cluster, resource, 60 * minutes, fix)
 
 
 def _reserve(cluster: Cluster, resource: str, wait_seconds: float, fix: str) -> PlacementGroup:
-    """Take a bundle of as many nodes as the run asks for, and print what is missing; ConfigError if time runs out."""
+    """Reserve one bundle per node of the run, and print what is missing; ConfigError if time runs out."""
     bundles = [{resource: float(cluster.gpus_per_node or 0)}] * cluster.num_nodes
     group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD")
     deadline, printed = time.monotonic() + wait_seconds, ""
@@ -329,7 +329,7 @@ def _reserve(cluster: Cluster, resource: str, wait_seconds: float, fix: str) -> 
 
 
 def _missing(cluster: Cluster, resource: str) -> str:
-    """The GPUs (on CPUs: cores) that the run needs, beside those of the cluster."""
+    """Message with the GPUs (on CPUs: cores) that the run needs and those that the cluster has."""
     nodes = [f"{number:g}" for number in _of_nodes(resource)]
     free = ray.available_resources().get(resource, 0)
     return (
@@ -340,7 +340,7 @@ def _missing(cluster: Cluster, resource: str) -> str:
 
 
 def _of_nodes(resource: str) -> list[float]:
-    """GPUs (on CPUs: cores) of each node of the cluster, free or not."""
+    """Number of GPUs (on CPUs: cores) of each node of the cluster, free or not."""
     return [node["Resources"].get(resource, 0.0) for node in ray.nodes() if node["Alive"]]
 
 
@@ -355,7 +355,7 @@ def _start(bundles: PlacementGroup, node: int, resource: str) -> Any:
 
 
 def _result(calls: Any) -> Any:
-    """The results of calls of actors; an error of Fovea as it was raised there, any other as ClusterError."""
+    """The results of actor calls; an error of Fovea is raised as it is, any other error as ClusterError."""
     try:
         return ray.get(calls)
     except RayTaskError as error:
@@ -363,7 +363,7 @@ def _result(calls: Any) -> Any:
             raise error.cause from error
         raise ClusterError(f"a worker could not start: {_in_one_line(error)}") from error
     except RayActorError as error:
-        raise ClusterError(f"a worker ended as it started: {_in_one_line(error)}") from error
+        raise ClusterError(f"a worker ended while it started: {_in_one_line(error)}") from error
 
 
 def _in_one_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The secret of a Ray cluster: who has it may run code on every node, so that Ray asks each process for it."""
+"""The secret token of a Ray cluster: whoever has it may run code on every node, so Ray asks each process for it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def has_token() -> bool:
 
 
 def make_token() -> None:
-    """Write a new token unless there is one."""
+    """Write a new token unless one exists."""
     if has_token():
         return
     path = token_path()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # for this user's eyes from the first byte on; Ray itself would leave that to the umask
+    # readable only by this user from the start; Ray would leave the mode to the umask
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
 
 
 def use_token() -> None:
-    """Turn on Ray's authentication in this process and those that it starts, unless the environment says otherwise.
+    """Turn on Ray's authentication in this process and its children, unless the environment says otherwise.
 
-    Must be called before ray is imported, which reads the environment then.
+    Must be called before ray is imported, since ray reads the environment then.
     """
     if "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-    # Ray would report what runs here to its makers
+    # Ray would send usage statistics to its developers
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -1,4 +1,4 @@
-"""A worker in another process: the driver's handle over any line between them, and the rules of its calls there."""
+"""A worker in another process: the driver's handle, the lines between both, and the rules of the worker's calls."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fovea_gym.processes.ending import kill_below
 
 
 class WorkerLine(Protocol):
-    """The driver's end of a way to a worker, for messages that arrive in order."""
+    """The driver's end of a line to a worker, whose messages arrive in order."""
 
     async def send(self, message: bytes) -> None:
-        """Returns once the worker is sure to receive the message; OSError if it has ended."""
+        """Return once the worker is sure to receive the message; OSError if it has ended."""
         ...
 
     def receive(self) -> bytes:
@@ -29,11 +29,11 @@ class WorkerLine(Protocol):
         ...
 
     def hang_up(self) -> None:
-        """End the line, upon which the worker ends, and `receive` too."""
+        """Close the line, which ends the worker and `receive`."""
         ...
 
     def kill(self) -> None:
-        """End the line and the worker's process, whatever it does: it may be stopped."""
+        """Close the line and kill the worker's process, which may be stopped."""
         ...
 
 
@@ -48,7 +48,7 @@ class RemoteWorker:
         self._last_call = "its start"
         self.rank = rank
         self._collective: set[Future[Any]] = set()
-        """Results to come of collective calls."""
+        """Pending results of collective calls."""
         self._sending = asyncio.Lock()
         self._queued: list[tuple[int, Call]] = []
         self._flush: asyncio.Task[None] | None = None
@@ -73,8 +73,8 @@ class RemoteWorker:
             self._calls.packing.forget()
 
     async def start(self, call: Call) -> Awaitable[Any]:
-        """Send a call, in one message with all others of this turn of the event loop."""
-        # one message: an engine that got requests one by one would prefill the first of them only
+        """Send a call, in one message with all other calls of this iteration of the event loop."""
+        # one message: an engine that received requests one by one would prefill only the first one
         number, answer = self._calls.add()
         if is_collective(call):
             self._collective.add(answer)
@@ -84,19 +84,19 @@ class RemoteWorker:
         if self._flush is None:
             self._flush = asyncio.create_task(self._send_queued())
         await asyncio.shield(self._flush)
-        # a line may take messages that nobody reads: an actor of Ray outlives the loop that served its calls
+        # a line may accept messages that nobody reads: a Ray actor outlives the loop that served its calls
         if self.lost is not None and not answer.done():
             raise self.lost
         return asyncio.wrap_future(answer)
 
     async def close(self) -> None:
-        """Hang up, upon which the worker ends."""
+        """Close the line, which ends the worker."""
         self._watch.end()
         self.line.hang_up()
         await asyncio.to_thread(self._calls.reader.join)
 
     async def _send_queued(self) -> None:
-        await asyncio.sleep(0)  # lets the other calls of this turn queue up
+        await asyncio.sleep(0)  # lets the other calls of this event loop iteration queue up
         calls, self._queued, self._flush = self._queued, [], None
         async with self._sending:
             message = self._calls.packing.pack(calls)
@@ -118,29 +118,29 @@ class RemoteWorker:
 
     def _kill(self) -> None:
         self._is_silent = True
-        # also for the other ranks: they leave the collective calls in which they wait for it
+        # this also frees the other ranks: they leave the collective calls in which they wait for this worker
         self.line.kill()
 
     def _gone(self, error: Exception) -> LostWorkerError:
         if self._is_silent:
             return LostWorkerError(
                 f"the worker process of rank {self.rank} hangs: for cluster.heartbeat_timeout_seconds="
-                f"{self._heartbeat_timeout_seconds} nothing was heard of it, in {self._last_call}, its last call; it "
-                "was killed; start again to go on from the last checkpoint (max_restarts does)"
+                f"{self._heartbeat_timeout_seconds} nothing was received from it, in {self._last_call}, its last call; "
+                "it was killed; start again to continue from the last checkpoint (max_restarts does this)"
             )
         return LostWorkerError(
-            f"the worker process of rank {self.rank} has ended ({str(error) or 'its connection has closed'}); its own "
-            "message, if it had time for one, is above; start again to go on from the last checkpoint"
+            f"the worker process of rank {self.rank} has ended ({str(error) or 'its connection has closed'}); its "
+            "error message, if it printed one, is above; start again to continue from the last checkpoint"
         )
 
 
 def rules_of(worker: Worker) -> Rules:
-    """The rules of a worker's calls: an error in a collective one ends this process, since others may wait in it."""
+    """The rules of a worker's calls: an error in a collective call ends the process, since others may wait in it."""
     return Rules(make=lambda call: make_call(call, worker), error_of=_picklable, is_collective=is_collective)
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """Errors of files as they are, any other as its text."""
+    """A copy of an OSError, or a ClusterError with the text of any other error."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror)
     return ClusterError(f"{type(error).__name__}: {error}")
@@ -150,7 +150,7 @@ class ConnectionLine:
     """A `WorkerLine` over a connection."""
 
     def __init__(self, connection: Connection, pid: int | None = None) -> None:
-        """`pid` is that of the worker's process, where it has one to itself."""
+        """`pid` is the id of the worker's process, if it has a separate process."""
         self._connection = connection
         self.pid = pid
 

@@ -1,4 +1,4 @@
-"""Policy, engine and weight sync of a run whose workers are several, for a driver that sees one of each."""
+"""Policy, engine and weight sync of a run with several workers, each of which the driver sees as one object."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fovea.weights.base import SyncReport
 from fovea_gym.utils.lru_cache import LRUCache
 
 MAX_KEPT = 1 << 16
-"""Requests whose engine is remembered: more than a step has, and few where engines that train nothing never sleep."""
+"""Requests whose engine is remembered: more than a step has, but bounded for engines that never sleep."""
 
 
 class WorkersPolicy:
     """A policy whose weights are sharded over the learners, each of which gets the pixels of its own rows only.
 
-    Calls without pictures are forwarded by name.
+    Calls without images are forwarded by name.
     """
 
     def __init__(self, workers: Workers, facts: ModelFacts) -> None:
@@ -61,7 +61,7 @@ class WorkersPolicy:
     async def sft(self, pairs: Sequence[SftExample]) -> Metrics:
         images = (await self._images()).to_imitate([pair.prompt for pair in pairs])
         metrics: Metrics = await self._call("sft", pairs, images=images)
-        # no weight sync ends a step of the warm-up: images of all of its steps would pile up on both ends
+        # warm-up steps end without a weight sync, so images of all steps would pile up at both ends
         for learner in self.workers.learners:
             learner.forget_images()
         return metrics
@@ -70,7 +70,7 @@ class WorkersPolicy:
         return self._facts
 
     async def close(self) -> None:
-        """End all workers, their engines included."""
+        """End all workers, including their engines."""
         await self.workers.close()
 
     async def _peak_gib(self) -> float:
@@ -84,9 +84,9 @@ class WorkersPolicy:
         return found[0]
 
     async def _call(self, method: str, *arguments: Any, images: Sequence[ImageKeys] | None = None) -> Any:
-        """Make a call on all learners; returns the result of the first, which is that of all.
+        """Make a call on all learners; returns the result of the first learner, since all results are equal.
 
-        `images` has the keys of those whose pixels each learner needs; none without it.
+        `images` holds, by learner, the keys of the images whose pixels it needs; without it, no pixels are sent.
         """
         learners, shared = self.workers.learners, SharedArguments(arguments)
         shares = [Share(shared, keys) for keys in images or [frozenset()] * len(learners)]
@@ -111,16 +111,16 @@ class WorkersWeights:
         checksums = {report.checksum for report in reports if report.checksum is not None}
         if len(checksums) > 1:
             raise EngineError(
-                f"the engines hold different weights after the weight sync of version {version}, by checksums {checksums}; "
-                "run again, and report this as a bug if it comes back"
+                f"the engines hold different weights after the weight sync of version {version} (checksums "
+                f"{checksums}); run again, and report this as a bug if it happens again"
             )
         for handle in self._workers.all:
             handle.forget_images()
         return reports[0]
 
     async def _leave_out_the_lost(self) -> None:
-        """Have the sender send only to those engines that are left."""
-        # in a weight sync, which is collective, the loss of one would end all
+        """Make the sender send only to the engines that are left."""
+        # a weight sync is collective: one lost engine would end all workers
         await self._workers.drop_ended()
         receivers = self._workers.engines_only
         if len(receivers) == self._num_receivers:
@@ -132,33 +132,33 @@ class WorkersWeights:
 
 
 class WorkersEngine:
-    """The engines of all workers as one; a request goes to the one with the fewest completions to generate.
+    """The engines of all workers as one; a request goes to the engine with the fewest completions to generate.
 
-    Requests of an engine that is lost, with or without its worker's process, are made again on another, with the same
-    seeds.
+    If an engine is lost, with or without its worker's process, its requests are sent again to another engine, with the
+    same seeds.
     """
 
     def __init__(self, workers: Workers, name: str, *, repeats_in_rounds: bool = False) -> None:
         self.name = name
         self.repeats_in_rounds = repeats_in_rounds
-        """True if those of all workers do, whose requests are then dealt out the same in every run."""
+        """True if the engines of all workers repeat in rounds; requests are then assigned the same way in every run."""
         self._workers = workers
         self._running: Counter[WorkerHandle] = Counter()
-        """Completions that each engine is generating."""
+        """Number of completions that each engine is generating."""
         self._kept: LRUCache[str, WorkerHandle] = LRUCache(MAX_KEPT)
         """The engine that keeps the KV cache of a request's completions for their next turn, by request id."""
 
     async def generate(self, request: Request) -> Sequence[Completion]:
         """Sample n completions on one engine; a later turn goes to the engine of the turn before.
 
-        LostWorkerError or LostEngineError if the last engine is lost, or one in a process that trains too.
+        LostWorkerError or LostEngineError if the last engine is lost, or an engine whose process also trains.
         """
         while True:
             engine = self._engine_of(request)
             try:
                 return await self._generate(engine, request)
             except (LostWorkerError, LostEngineError) as error:
-                # of a dead process no answer can come any more: no completion is there twice
+                # a dead process cannot answer any more, so no completion arrives twice
                 self._workers.drop(engine, error)
                 self._workers.note_reissued()
 
@@ -174,7 +174,7 @@ class WorkersEngine:
             self._running[engine] -= request.n
 
     async def sleep(self) -> None:
-        """Free the memory of engines that share a device with a shard of the policy; the others go on."""
+        """Free the memory of engines that share a device with a shard of the policy; other engines stay awake."""
         self._kept = LRUCache(MAX_KEPT)
         await call_each((handle, Call(method="engine.sleep")) for handle in self._workers.both)
 
@@ -183,13 +183,13 @@ class WorkersEngine:
         await call_each((handle, Call(method="engine.wake")) for handle in self._workers.both)
 
     def forget_images(self) -> None:
-        """Free the images of requests, which no weight sync ends in an evaluation."""
+        """Free the images of requests: an evaluation has no weight sync that would free them."""
         for engine in self._workers.engines:
             engine.forget_images()
 
     async def close(self) -> None:
         """Do nothing: an engine is closed with its worker, by `WorkersPolicy.close`."""
-        # by a call, the answer of a worker that waits in a collective call, which others have left, would never come
+        # a close call would hang on a worker that waits in a collective call which other workers have left
 
     def _engine_of(self, request: Request) -> WorkerHandle:
         engines = self._workers.engines

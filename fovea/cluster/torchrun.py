@@ -1,4 +1,4 @@
-"""Processes that torchrun has started on one machine: their process group, and connections to the first of them."""
+"""Processes that torchrun started on one machine: their process group, and their connections to the driver."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from fovea.utils.torchrun import end_with_torchrun, local_rank, num_local_proces
 from fovea_gym.errors import ClusterError
 
 TIMEOUT = "fovea/collective_timeout_seconds"
-"""Key of the store under which the others find the driver's timeout of collective calls."""
+"""Key in the store under which the other processes find the driver's timeout of collective calls."""
 ALLOCATOR = "fovea/gpu_allocator"
-"""The same for its settings of torch's allocator on a GPU."""
+"""Key in the store for the driver's settings of torch's GPU allocator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Rank and process id of a worker, its first message to the driver."""
+    """The first message of a worker to the driver: its rank and process id."""
 
     rank: int
     pid: int
 
 
 def join(timeout_seconds: float | None = None) -> Ranks:
-    """Join the process group that torchrun describes, each process with a separate GPU where there are any.
+    """Join the process group that torchrun describes, each process with a separate GPU if there are GPUs.
 
-    The driver gives the timeout of collective calls and torch's settings of GPU memory, and the others take them over.
+    The driver passes the timeout of collective calls; the other processes adopt it, and its GPU allocator settings.
     """
     if num_local_processes() != num_processes():
         raise ClusterError(
             f"torchrun started {num_local_processes()} of {num_processes()} processes on this machine, but a run under "
-            "torchrun is of one machine; leave out --nnodes, or set it to 1"
+            "torchrun has to be on one machine; leave out --nnodes, or set it to 1"
         )
     gloo_on_loopback()
     shared, rank, size = next(rendezvous("env://"))
-    # torchrun's store outlives a restart: an attempt must not find the addresses of the one before
+    # torchrun's store outlives a restart: an attempt must not find the addresses of an earlier attempt
     store = PrefixStore(f"fovea/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
     if timeout_seconds is not None:
         store.set(TIMEOUT, str(timeout_seconds))
@@ -73,14 +73,14 @@ def join(timeout_seconds: float | None = None) -> Ranks:
 
 
 def _leave() -> None:
-    """Leave the process group, unless an engine that ended has taken it down with its own."""
+    """Leave the process group, unless an engine has destroyed it when it ended."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def connect_workers(ranks: Ranks, setup: object, heartbeat_timeout_seconds: float) -> list[RemoteWorker]:
-    """Wait, as the driver, for a connection from each other process, and send it what it needs to start."""
-    # only the user who made it may enter the folder of the socket
+    """Wait, as the driver, for a connection from each other process, and send it the setup."""
+    # only the user who created the folder of the socket may enter it
     with tempfile.TemporaryDirectory(prefix="fovea-") as folder:
         address = str(Path(folder) / "driver")
         with Listener(address, "AF_UNIX") as listener:
@@ -89,7 +89,7 @@ def connect_workers(ranks: Ranks, setup: object, heartbeat_timeout_seconds: floa
     hellos = {connection: Hello(**json.loads(connection.recv_bytes())) for connection in connections}
     for connection in connections:
         connection.send_bytes(Packing().pack(setup))
-    # from here on a run whose launcher is killed is saved
+    # from here on, the run is saved if its launcher is killed
     end_with_torchrun(signal.SIGTERM)
     return [
         RemoteWorker(ConnectionLine(connection, hello.pid), hello.rank, heartbeat_timeout_seconds)
@@ -100,6 +100,6 @@ def connect_workers(ranks: Ranks, setup: object, heartbeat_timeout_seconds: floa
 def connect_to_driver(ranks: Ranks) -> tuple[Connection, object]:
     """Connect, as a worker, to the driver; returns the connection and the driver's setup."""
     connection = Client(ranks.gather(None)[0], "AF_UNIX")
-    end_with_torchrun(0)  # but with the driver, which hangs up
+    end_with_torchrun(0)  # ends with the driver instead, which closes the connection
     connection.send_bytes(json.dumps(asdict(Hello(rank=ranks.rank, pid=os.getpid()))).encode())
     return connection, Packing().unpack(connection.recv_bytes())

@@ -1,7 +1,7 @@
-"""Worker processes as a driver sees them: what each holds, and handles by which it makes calls.
+"""Worker processes from the driver's point of view: their services, and the handles for calling them.
 
-A worker holds a shard of the policy, an engine, or both. Calls of the policy and syncs of weights are collective:
-the workers that they concern make them in the same order.
+A worker holds a shard of the policy, an engine, or both. Calls of the policy and weight syncs are collective: all
+workers that take part make them in the same order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fovea.weights.base import WeightSync
 from fovea_gym.errors import FoveaError
 
 CAUSE_SECONDS = 5.0
-"""How long the error of a worker that has left a collective call is waited for, where the others' is known."""
+"""Longest wait for the error of the worker that left a collective call, once the errors of other workers are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,11 @@ class WorkerFacts:
 
     model: ModelFacts | None
     engine: str | None
-    """The name of its engine."""
+    """Name of the worker's engine."""
     repeats_in_rounds: bool = False
-    """True if the log-probs of its engine repeat in rounds (`rollout.schedule.RoundsByLoad`)."""
+    """True if the log-probs of the engine repeat in rounds (`rollout.schedule.RoundsByLoad`)."""
     kernel_notes: tuple[str, ...] = ()
-    """Lines on the kernels of its device, to print at the start (`wiring.model.kernel_notes`)."""
+    """Lines about the kernels on the worker's device, to print at the start (`wiring.model.kernel_notes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +61,17 @@ class Worker:
         )
 
     def peak_gib(self) -> float:
-        """Peak memory of this process in GiB, on its GPU where it has one."""
+        """Peak memory of this process in GiB, on its GPU if it has one."""
         return peak_gib()
 
     def check_engine(self) -> None:
-        """Raise LostEngineError if a process of the engine's own has ended."""
+        """Raise LostEngineError if a process of the engine has ended."""
         engine: object = self.engine
         if isinstance(engine, HasProcesses):
             engine.check_processes()
 
     async def close(self) -> None:
-        """Close the services; the process goes on."""
+        """Close the services; the process keeps running."""
         if self.engine is not None:
             await self.engine.close()
         if self.policy is not None:
@@ -82,7 +82,7 @@ NOT_COLLECTIVE = ("policy.finish_save", "policy.images_by_rank")
 
 
 def is_collective(call: Call) -> bool:
-    """True if the workers wait for each other in a call, so that an error on one of them is the end of all."""
+    """True if the workers wait for each other in a call, so that an error on one of them ends all."""
     return call.method.startswith(("policy.", "weight_sync.")) and call.method not in NOT_COLLECTIVE
 
 
@@ -96,23 +96,23 @@ class WorkerHandle(Protocol):
     """The driver's side of a worker."""
 
     async def start(self, call: Call) -> Awaitable[Any]:
-        """Send a call; returns once the worker is sure to receive it, with what awaits its result."""
+        """Send a call; returns an awaitable of its result once the worker is sure to receive the call."""
         ...
 
     @property
     def rank(self) -> int:
-        """Rank of the worker among all of the run."""
+        """Rank of the worker among all workers of the run."""
         ...
 
     @property
     def lost(self) -> LostWorkerError | None:
-        """The error of a worker whose process has ended, or hung and was killed."""
+        """The error of a worker whose process has ended, or hung and was killed; None while it runs."""
         ...
 
     def forget_images(self) -> None:
-        """Free the images that calls have brought so far, on both ends; nothing while a collective call runs.
+        """Free the images that calls have sent so far, at both ends; do nothing while a collective call runs.
 
-        The answer to `compute_logprobs` names images that it does not bring.
+        The answer to `compute_logprobs` refers to images whose pixels it does not contain.
         """
         ...
 
@@ -123,7 +123,7 @@ class WorkerHandle(Protocol):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of messages sent so far, their images included."""
+        """Bytes of messages sent so far, including images."""
         ...
 
     async def close(self) -> None:
@@ -132,9 +132,9 @@ class WorkerHandle(Protocol):
 
 
 async def call_each(calls: Iterable[tuple[WorkerHandle, Call]]) -> list[Any]:
-    """Make calls on several workers at once; returns their results. The first error of any is raised.
+    """Make calls on several workers at once; returns their results, or raises the first error.
 
-    In place of a LostRankError, the error of the worker that was lost, if it arrives soon.
+    If that is a LostRankError, raise the error of the lost worker instead if it arrives soon.
     """
     started = await asyncio.gather(*(handle.start(call) for handle, call in calls))
     answers = [asyncio.ensure_future(answer) for answer in started]
@@ -163,7 +163,7 @@ class LocalHandle:
         return _Unstarted(call, self._worker)
 
     def forget_images(self) -> None:
-        """Do nothing: no image is sent."""
+        """Do nothing: no images are sent within the process."""
 
     async def close(self) -> None:
         await self._worker.close()
@@ -171,7 +171,7 @@ class LocalHandle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unstarted:
-    """A call that begins when it is awaited: one that blocks must not before all other workers have theirs."""
+    """A call that begins when it is awaited: a blocking call must not begin before all workers have received theirs."""
 
     call: Call
     worker: Worker
@@ -189,9 +189,9 @@ class Workers:
         engines: Sequence[WorkerHandle],
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`learners` by rank; a worker that is in both lists holds a shard of the policy and an engine.
+        """`learners` are ordered by rank; a worker in both lists holds a shard of the policy and an engine.
 
-        `release` gives back what the workers ran on, once they are closed.
+        `release` frees the resources of the workers after they are closed.
         """
         self.learners = learners
         self.engines = list(engines)
@@ -209,7 +209,7 @@ class Workers:
 
     @property
     def all(self) -> list[WorkerHandle]:
-        """All of them but the lost ones."""
+        """All workers except the lost ones."""
         return [*self.learners, *self.engines_only]
 
     @property
@@ -218,10 +218,7 @@ class Workers:
         return [handle for handle in self.engines if handle not in self.learners]
 
     def drop(self, handle: WorkerHandle, error: LostWorkerError | LostEngineError) -> None:
-        """Go on without the engine of a worker, which is lost, with only its process or.
-
-        `error` is raised where the run cannot: of a learner, or of the last engine.
-        """
+        """Continue without the lost engine of a worker; raise `error` for a learner, or for the last engine."""
         left = [each for each in self.engines if each is not handle]
         if handle in self.learners or not left:
             raise error
@@ -229,7 +226,7 @@ class Workers:
         self.engines = left
 
     async def drop_ended(self) -> None:
-        """Go on without the engines that have ended, also those that had nothing to do."""
+        """Continue without the engines that have ended, including idle ones."""
         for handle in self.engines_only:
             try:
                 await call_each([(handle, Call(method="check_engine"))])
@@ -237,16 +234,16 @@ class Workers:
                 self.drop(handle, error)
 
     def engines_lost(self) -> int:
-        """Engines that the run goes on without since the last call."""
+        """Number of engines lost since the last call."""
         lost, self._lost = self._lost, 0
         return lost
 
     def note_reissued(self) -> None:
-        """Count a request that is made again, since its engine was lost."""
+        """Count a request that is sent again because its engine was lost."""
         self._reissued += 1
 
     def requests_reissued(self) -> int:
-        """Requests that were made again since the last call."""
+        """Number of requests sent again since the last call."""
         reissued, self._reissued = self._reissued, 0
         return reissued
 
@@ -258,7 +255,7 @@ class Workers:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of messages sent to other processes so far, their images included."""
+        """Bytes of messages sent to other processes so far, including images."""
         return sum(handle.sent_bytes for handle in self._all)
 
     async def close(self) -> None:
@@ -274,21 +271,22 @@ _TIMEOUT = re.compile("timed out|timeout", re.IGNORECASE)
 
 @contextmanager
 def lost_ranks(call: str) -> Iterator[None]:
-    """A call in which LostRankError takes the place of errors of the process group."""
+    """Within the block, raise LostRankError in place of errors of the process group."""
     try:
         yield
     except FoveaError:
         raise
     except RuntimeError as error:
-        # gloo has no error type
+        # gloo has no error type, so its errors are recognised by their text
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         if _TIMEOUT.search(str(error)):
             raise LostRankError(
-                f"a collective call in {call} did not end within cluster.collective_timeout_seconds, so that a rank is "
-                "stuck or lost; start again to go on from the last checkpoint, or raise it where a call is that long"
+                f"a collective call in {call} did not end within cluster.collective_timeout_seconds, so a rank is "
+                "stuck or lost; start again to continue from the last checkpoint, or raise the setting if calls take "
+                "that long"
             ) from error
         raise LostRankError(
-            f"another rank has left a collective call in {call}; its own message, if it had time for one, is above; "
-            "start again to go on from the last checkpoint"
+            f"another rank has left a collective call in {call}; its error message, if it printed one, is above; "
+            "start again to continue from the last checkpoint"
         ) from error

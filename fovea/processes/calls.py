@@ -1,4 +1,4 @@
-"""Calls of an object in another process: the records that cross, and those that wait for an answer."""
+"""Calls of an object in another process: the records that are sent, and the calls that wait for an answer."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fovea.processes.messages import Packing, Share
 from fovea_gym.errors import FoveaError
 
 Lost = TypeVar("Lost", bound=FoveaError)
-"""The error of calls whose process has ended."""
+"""Type of the error of calls whose process has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call of a method of the object that a process serves."""
+    """A method call on the object that a process serves."""
 
     method: str
-    """Name of the method, or that of a part of the object before it, as `policy.update`."""
+    """Name of the method, which may begin with a part of the object, as in `policy.update`."""
     arguments: Sequence[Any] | Share = ()
     returns: bool = True
-    """False: the caller does not need the result of this process, since another returns the same."""
+    """False if the caller does not need the result of this process, since another process returns the same."""
 
     async def make(self, target: object) -> Any:
         """Make the call in the process of the object."""
@@ -38,12 +38,12 @@ class Call:
 
 
 NumberedCalls: TypeAlias = Sequence[tuple[int, Call]]
-"""A message to the process: calls, and the numbers by which their answers name them."""
+"""A message to the process: calls, each with the number that its answer repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A message from the process: the end of a call."""
+    """A message from the process: the result or error of a call."""
 
     number: int
     value: Any = None
@@ -52,7 +52,7 @@ class Answer:
 
 
 class RemoteCalls(Generic[Lost]):
-    """Calls that wait for their answers, by number, the thread that hands those over, and the encoding of this end."""
+    """Calls that wait for answers, by number, with the thread that receives the answers, and this end's encoding."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class RemoteCalls(Generic[Lost]):
         end: Callable[[Exception], Lost],
         unreadable: Callable[[Exception], FoveaError] | None = None,
     ) -> None:
-        """`receive` blocks until an answer arrives, and raises once none will; `end` makes the error of calls then.
+        """`receive` blocks until an answer arrives, and raises when none can; `end` then makes the error of all calls.
 
-        `unreadable` makes it where an answer cannot be read; None: such an answer ends the line.
+        `unreadable` makes the error for an answer that cannot be unpickled; None: such an answer ends the line.
         """
         self.packing = Packing()
         self.lost: Lost | None = None
@@ -71,29 +71,29 @@ class RemoteCalls(Generic[Lost]):
         self._numbers = count()
         self._results: dict[int, Future[Any]] = {}
         self.reader = Thread(target=self._read, name="answers of another process", daemon=True)
-        """To be started once calls may be made, and answers come."""
+        """Must be started once calls may be made and answers may arrive."""
 
     def __bool__(self) -> bool:
         """True if a call waits for its answer."""
         return bool(self._results)
 
     def add(self) -> tuple[int, Future[Any]]:
-        """Number of a new call, and its result to come."""
+        """Add a call; returns its number and a future of its result."""
         number, result = next(self._numbers), Future[Any]()
-        # a caller that is cancelled waits no longer, but its answer still arrives
+        # running futures cannot be cancelled: if a caller is cancelled, the answer still arrives
         result.set_running_or_notify_cancel()
         self._results[number] = result
         return number, result
 
     def fail(self, error: Exception) -> None:
-        """Raise an error wherever a result is waited for."""
+        """Make all waiting calls fail with an error."""
         # two threads may come here at once
         with suppress(KeyError):
             while True:
                 self._results.popitem()[1].set_exception(error)
 
     def _read(self) -> None:
-        """Hand answers to their callers until the line ends; then fail those that still wait."""
+        """Hand answers to their callers until the line ends; then make the waiting calls fail."""
         try:
             while True:
                 self._take(self._receive())
@@ -108,9 +108,9 @@ class RemoteCalls(Generic[Lost]):
         except Exception as error:
             if self._unreadable is None:
                 raise
-            # the number of its call is in what cannot be read
+            # the number of the call is part of the unreadable answer, so all calls fail
             return self.fail(self._unreadable(error))
         result = self._results.pop(answer.number, None)
-        if result is None:  # a call that could not be sent has failed all others
+        if result is None:  # a call that could not be sent has made all others fail
             return None
         return result.set_result(answer.value) if answer.error is None else result.set_exception(answer.error)

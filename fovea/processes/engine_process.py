@@ -1,4 +1,4 @@
-"""The trainer's end of the pipe to a process that holds an engine (`processes.serving` is the other one)."""
+"""The trainer's end of the pipe to a process that holds an engine (`processes.serving` is the other end)."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from fovea_gym.utils.launch import with_this_fovea, without_torchrun
 
 LOOK_SECONDS = 0.5
 EXIT_SECONDS = 2.0
-"""Longest wait for the exit code of a process that has closed its end of the pipe."""
+"""Longest wait for the exit code of a process that closed its end of the pipe."""
 LOG_FILE = "engine.log"
 
 
 class NotStartedError(LostEngineError):
-    """A process that has ended by itself before its engine was ready, as it would again."""
+    """The process exited before its engine was ready, without being killed; it would do so again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long an engine may be silent while it has something to do."""
+    """Longest time that an engine may be silent while a call waits for its answer."""
 
     start_seconds: float
-    """While it starts."""
+    """Limit while the engine starts."""
     timeout_seconds: float
-    """Afterwards."""
+    """Limit after the engine has started."""
 
 
 class EngineProcess:
@@ -56,14 +56,14 @@ class EngineProcess:
         limits: Limits,
         environment: Mapping[str, str | None] = MappingProxyType({}),
     ) -> None:
-        """Start it and wait until it has loaded the model; LostEngineError with the end of its log if it does not.
+        """Start the process and wait until it has loaded the model; LostEngineError with the end of its log if not.
 
-        `name` is for messages, `command` gets the descriptor of the pipe (`serving.begin`) as its last argument, and
-        `environment` is added to this process's own variables, of which it removes those that are None.
+        `name` is for messages. `command` gets the descriptor of the pipe (`serving.begin`) as its last argument.
+        `environment` is merged into this process's environment variables; a value of None removes a variable.
         """
         self._name = name
         self.limits = limits
-        # SGLang leaves the files of its sockets where temporary files are made
+        # SGLang leaves its socket files in the folder for temporary files
         self._folder = TemporaryDirectory(prefix="fovea-engine-", ignore_cleanup_errors=True)
         self._log = LogFile(self.folder / LOG_FILE)
         self._connection, theirs = multiprocessing.Pipe()
@@ -72,7 +72,7 @@ class EngineProcess:
         self._is_started = False
         self._is_hung = False
         self._silence = Silence(LOOK_SECONDS, monotonic())
-        """Time since a call was sent, an answer came, or this process went on after it was stopped, last."""
+        """Time since a call was sent, an answer arrived, or this process resumed after being stopped."""
         with theirs:
             self._process = self._start(command, theirs.fileno(), environment)
         self._calls = RemoteCalls(
@@ -82,7 +82,7 @@ class EngineProcess:
         )
         self._calls.reader.start()
         try:
-            # by the key the engine's processes may fetch tensors in shared memory from this one
+            # with the key, the engine's processes may fetch tensors in shared memory from this process
             self.run("start", arguments, bytes(multiprocessing.current_process().authkey))
             self._is_started = True
         except BaseException:
@@ -91,7 +91,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process, and of the group that all processes of the engine are in."""
+        """Id of the process, and of the process group of all processes of the engine."""
         return self._process.pid
 
     @property
@@ -101,26 +101,26 @@ class EngineProcess:
 
     @property
     def folder(self) -> Path:
-        """Folder of the log and of all temporary files of the engine, until it is closed."""
+        """Folder of the log and of the engine's temporary files, until the engine is closed."""
         return Path(self._folder.name)
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """The coming result of a method of the object that the process serves.
+        """Call a method of the object that the process serves; returns a future of its result.
 
-        The method's error if it fails; LostEngineError if the process ends, or hangs.
+        The future raises the method's error if it fails, and LostEngineError if the process ends or hangs.
         """
         self._silence.heard(monotonic())
         with self._sending:
             number, result = self._calls.add()
             message = self._calls.packing.pack([(number, Call(method=method, arguments=arguments))])
-            # each request brings its images: an evaluation has no weight sync after which all could be freed
+            # each request sends its images, since an evaluation has no weight sync after which to free them
             self._calls.packing.forget()
             try:
                 self._connection.send_bytes(message)
                 return result
             except OSError:
                 pass
-        # the reader has seen the same, or will
+        # the reader thread has noticed the end of the pipe too, or will
         self._calls.fail(self._lost())
         return result
 
@@ -139,14 +139,14 @@ class EngineProcess:
             return
         self._is_closing = True
         groups = self._process.groups()
-        # one that is still being made would not listen
+        # an engine that is still being made would not listen
         if self._is_started and self.exit_code is None:
             hang_up(self._connection)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLOSE_SECONDS)
-        # what is left of the groups, also after a host that was killed
+        # end the rest of the process groups, also if the main process was killed
         self._process.close(groups)
-        # it sees the end of the pipe, and reads the log for those who still wait
+        # the reader thread sees the end of the pipe, and reads the log for callers that still wait
         self._calls.reader.join(CLOSE_SECONDS)
         self._connection.close()
         self._folder.cleanup()
@@ -166,16 +166,16 @@ class EngineProcess:
         # close first, so that a later call fails at once
         with self._sending:
             self._connection.close()
-        # it may print its last words after it has hung up
+        # the process may print its last lines after it has closed the pipe
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_SECONDS)
         return self._lost()
 
     def _next_message(self) -> bytes:
-        """Wait for an answer; EOFError where none will come."""
+        """Wait for an answer; EOFError if none can arrive any more."""
         while not self._connection.poll(LOOK_SECONDS):
             if self.exit_code is not None and not self._connection.poll():
-                # a child of it, which it had forked, holds the pipe open
+                # a forked child of the process still holds the pipe open
                 self._process.kill()
                 raise EOFError
             self._kill_if_hung()
@@ -184,9 +184,9 @@ class EngineProcess:
         return message
 
     def _kill_if_hung(self) -> None:
-        """End an engine that has something to do and has not answered for too long, whatever it waits for."""
+        """Kill an engine that has not answered a pending call for too long, whatever it waits for."""
         _, seconds = self._limit()
-        # first: a call that begins after the silence was measured has not been waited for
+        # read first: a call that begins after the silence was measured has not waited that long
         is_busy = bool(self._calls)
         if self._silence.seconds(monotonic()) > seconds and is_busy:
             self._is_hung = True
@@ -197,7 +197,7 @@ class EngineProcess:
         return kind(f"{self._name} {self._end()}: {self._log.last_words()}{self._kept_log()}")
 
     def _has_given_up(self) -> bool:
-        """True if it has ended by itself, and was not killed, before the engine was ready."""
+        """True if the process exited, and was not killed, before the engine was ready."""
         if self._is_started:
             return False
         with suppress(subprocess.TimeoutExpired):
@@ -205,23 +205,23 @@ class EngineProcess:
         return False
 
     def _end(self) -> str:
-        """How it ended, in words."""
+        """How the process ended, for an error message."""
         if not self._is_hung:
             return "has ended"
         name, seconds = self._limit()
         return (
-            f"gave no answer for rollout.engine.{name}={seconds:g} and was ended; raise that where it needs longer. "
-            "Its last words"
+            f"gave no answer for rollout.engine.{name}={seconds:g} and was ended; raise that setting if it needs more "
+            "time. Its last output"
         )
 
     def _limit(self) -> tuple[str, float]:
-        """The name of the present limit, and its seconds."""
+        """The name of the limit in effect, and its seconds."""
         if self._is_started:
             return "timeout_seconds", self.limits.timeout_seconds
         return "start_seconds", self.limits.start_seconds
 
     def _kept_log(self) -> str:
-        """The words that name a copy of the log; "" where somebody has closed the engine, or waits for nothing."""
+        """Part of the message that names a copy of the log; "" if the engine was closed, or no call waits."""
         if self._is_closing or not self._calls:
             return ""
         return f"; its log is {self._log.keep()}"

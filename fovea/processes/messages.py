@@ -1,8 +1,8 @@
-"""Messages between the driver and a worker process, in which an image crosses once, where it is needed.
+"""Messages between the driver and a worker process, which send each image at most once, and only where it is needed.
 
-Requests and batches repeat their images: every group's prompt goes to an engine, then to the policy for log-probs, then
-for the update. A message names its images, and brings the pixels of those that the receiver lacks; of images that it
-does not need, it brings none.
+Requests and batches repeat their images: every group's prompt goes to an engine, then to the policy for log-probs, and
+again for the update. A message refers to its images by key, and contains the pixels of those that the receiver needs
+and does not have yet.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Reference: TypeAlias = tuple[str, int, tuple[int, int, int]]
 
 
 class Packing:
-    """One end of a connection, which packs what it sends and unpacks what the other end's `Packing` has sent."""
+    """One end of a connection: it packs messages, and unpacks messages that the other end's `Packing` has packed."""
 
     def __init__(self) -> None:
         self.image_bytes = 0
         """Bytes of image tensors packed so far."""
         self.packed_bytes = 0
-        """Bytes of all messages packed so far, their images included."""
+        """Bytes of all messages packed so far, including images."""
         self.named: dict[str, PromptImage] = {}
-        """Images at this end, by the keys that messages have named."""
+        """Images at this end, by the keys in messages."""
         self._crossed: set[str] = set()
-        """Keys of those that both ends hold."""
+        """Keys of the images that both ends hold."""
         self._forget = False
 
     def pack(self, message: object) -> bytes:
-        """Encode a message, with those of its images that the other end needs and does not hold.
+        """Encode a message, with the images that the other end needs and does not hold.
 
-        It needs all images but those of shared arguments, which say so.
+        The other end needs all images of a message, except that shared arguments list the images needed there.
         """
         encoded = _encode(message)
         shared = [share.arguments.encoded for share in encoded.shares]
@@ -47,7 +47,7 @@ class Packing:
         new = {key: self.named[key] for key in needed - self._crossed}
         header = _Header(images=new, forget=self._forget, num_shared=len(shared))
         packed = io.BytesIO()
-        # not dumped to bytes first: that would copy all pixels once more
+        # dumped straight into the buffer: dumping to bytes first would copy all pixels once more
         pickle.dump(header, packed, pickle.HIGHEST_PROTOCOL)
         packed.writelines(part.body for part in (*shared, encoded))
         self._forget = False
@@ -59,11 +59,11 @@ class Packing:
     def unpack(self, data: bytes) -> Any:
         """Decode a message of the other end.
 
-        Images whose pixels neither end has sent arrive without tensors; those that this end has named are its own.
+        Images whose pixels were not sent arrive without tensors, or as this end's own images if their keys are known.
         """
         stream = io.BytesIO(data)
-        # only processes of the same run can send one: over a pipe that one has inherited, a socket in a folder that no
-        # other user can enter (cluster.torchrun), or connections of Ray, which ask for a token (cluster.ray_token)
+        # only processes of the same run can send a message: over an inherited pipe, a socket in a folder that no other
+        # user can enter (cluster.torchrun), or Ray's connections, which need a token (cluster.ray_token)
         header: _Header = pickle.load(stream)
         if header.forget:
             self._free()
@@ -73,9 +73,9 @@ class Packing:
         return _Unpickler(stream, self.named, shared).load()
 
     def forget(self) -> None:
-        """Free all images here now, and at the other end with the next message; later ones bring them again.
+        """Free all images here now, and at the other end with the next message; later messages send them again.
 
-        No message with images may be on its way from there.
+        No message with images may be on its way from the other end.
         """
         self._free()
         self._forget = True
@@ -88,7 +88,7 @@ class Packing:
 class SharedArguments(tuple[Any, ...]):
     """Arguments of a call on several workers, encoded once for the messages to all of them.
 
-    What they hold must not change from the first message to the last.
+    The arguments must not change between the first message and the last.
     """
 
     @cached_property
@@ -98,11 +98,11 @@ class SharedArguments(tuple[Any, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Shared arguments as one worker gets them: a tuple, with the pixels of some of its images."""
+    """Shared arguments for one worker: a tuple, with the pixels of the images that this worker needs."""
 
     arguments: SharedArguments
     images: AbstractSet[str]
-    """Keys of the images whose pixels it needs."""
+    """Keys of the images whose pixels the worker needs."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.arguments)
@@ -110,22 +110,22 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Encoded:
-    """A pickle with references in place of images, and places in `shares` in place of shared arguments."""
+    """A pickle with references in place of images, and indices into `shares` in place of shared arguments."""
 
     body: bytes
     images: dict[str, PromptImage]
-    """Images by key whose tensors are in this process."""
+    """The images, by key, whose tensors are in this process."""
     shares: list[Share]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Header:
     images: dict[str, PromptImage]
-    """Images that the receiver needs and does not hold yet, by key."""
+    """Images, by key, that the receiver needs and does not hold yet."""
     forget: bool
-    """The receiver frees the images of earlier messages first."""
+    """True if the receiver has to free the images of earlier messages first."""
     num_shared: int
-    """Shared arguments whose pickles stand between this header and the message that holds them."""
+    """Number of pickled shared arguments between this header and the message that refers to them."""
 
 
 def _encode(message: object) -> _Encoded:
@@ -136,7 +136,7 @@ def _encode(message: object) -> _Encoded:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes references in place of images and shared arguments, and collects both."""
+    """Writes references in place of images and shared arguments, which it collects."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)

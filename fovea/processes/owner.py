@@ -1,4 +1,4 @@
-"""A process by which others know whether what it has left is still in use."""
+"""The process that owns a lock or other processes, so that others can tell whether these are still in use."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A process that holds the lock of a run folder, or started the processes of sessions."""
+    """A process that holds the lock of a run folder, or that started processes for sessions."""
 
     host: str
     pid: int
     started: str
-    """Start time of the process in clock ticks since boot, which tells it from a later one with its pid; "" where the
-    system has no /proc."""
+    """Start time of the process in clock ticks since boot, to distinguish it from a later process with the same pid; ""
+    if the system has no /proc."""
 
     @staticmethod
     def this_process() -> Owner:
@@ -24,18 +24,18 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """True if it runs, or ran, on this host."""
+        """True if the process runs, or ran, on this host."""
         return self.host == socket.gethostname()
 
     @property
     def is_alive(self) -> bool:
-        """True if a process of this host still runs."""
+        """True if the process, which must be on this host, still runs."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
         except PermissionError:
-            pass  # it runs, as another user's
+            pass  # it runs as another user
         return _start_of(self.pid) == self.started
 
     def __str__(self) -> str:
@@ -43,12 +43,12 @@ class Owner:
 
 
 def _start_of(pid: int) -> str:
-    """Start time of a running process, field 22 of /proc/PID/stat (proc(5)); "" where there is none."""
+    """Start time of a running process, field 22 of /proc/PID/stat (proc(5)); "" if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    # the name before it, in parentheses, may hold spaces and parentheses itself
+    # the process name comes first, in parentheses, and may itself contain spaces and parentheses
     state, *fields = stat.rpartition(")")[2].split()
-    # one that was killed, and which nobody has reaped
+    # Z and X: a process that has ended, but was not reaped
     return "" if state in "ZX" else fields[18]

@@ -1,4 +1,4 @@
-"""The end of a connection at which calls are made: in a worker, or in the process of an engine."""
+"""The serving end of a connection, which makes the calls that arrive: in a worker, or in the process of an engine."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class CallTarget(Protocol):
     """An object whose methods are called from another process."""
 
     async def close(self) -> None:
-        """Close it; the process goes on."""
+        """Close the object; the process keeps running."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How the calls of an object are made, and how they fail."""
+    """How calls of an object are made, and how their errors are passed on."""
 
     make: Callable[[Call], Awaitable[Any]]
     error_of: Callable[[BaseException], BaseException]
-    """The error of a call as its caller gets it, for one that is not Fovea's own and may hold what cannot be sent."""
+    """Makes the error that the caller gets from an error that is not Fovea's, which may not be picklable."""
     is_collective: Callable[[Call], bool] = lambda _: False
-    """True for a call in which other processes may wait for this one: its error ends this process as well."""
+    """True for a call in which other processes may wait for this one: its error also ends this process."""
 
 
 async def serve(
     target: CallTarget, messages: asyncio.Queue[bytes | None], send: Callable[[bytes], Awaitable[None]], rules: Rules
 ) -> None:
-    """Make the calls that arrive until a None does, then close the object; `send` sends a message to the caller.
+    """Make the calls that arrive until None arrives, then close the object; `send` sends a message to the caller.
 
-    Errors go back to the caller. Calls that still run at the None are dropped: the caller has left.
+    Errors are sent to the caller. Calls that still run when None arrives are cancelled, since the caller has left.
     """
     packing, sending, running = Packing(), asyncio.Lock(), set[asyncio.Task[Any]]()
 
@@ -51,7 +51,7 @@ async def serve(
         await asyncio.wait([task])
         if task.cancelled():
             return
-        # without a caller that reads it, the None is next
+        # if no caller reads the answer any more, None arrives next
         with suppress(OSError):
             async with sending:
                 await send(_packed(packing, rules, number, call, task))
@@ -71,7 +71,7 @@ async def serve(
             for each in running:
                 each.cancel()
     except ExceptionGroup as group:
-        # of the calls that failed together, the first: its type gives this process its message and its exit code
+        # the first of the calls that failed: its error decides the message and exit code of this process
         raise group.exceptions[0] from None
     finally:
         await target.close()
@@ -89,7 +89,7 @@ def _packed(packing: Packing, rules: Rules, number: int, call: Call, task: async
 
 
 class CallerConnection:
-    """The called end of a connection, for messages of several threads."""
+    """The serving end of a connection, on which several threads may send."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -102,7 +102,7 @@ class CallerConnection:
 
 
 async def serve_connection(target: CallTarget, caller: CallerConnection, rules: Rules) -> None:
-    """Serve the calls of the other end until it hangs up or is gone."""
+    """Serve the calls of the other end until it closes the connection or is gone."""
 
     async def send(message: bytes) -> None:
         await asyncio.to_thread(caller.send, message)
@@ -114,15 +114,15 @@ async def serve_connection(target: CallTarget, caller: CallerConnection, rules: 
 
 
 def hang_up(connection: Connection) -> None:
-    """End a connection: both sides read no more, threads that are waiting for a message included."""
-    # closing it would not wake up a thread that is reading
+    """Shut a connection down, which ends reads at both ends, also in threads that are waiting for a message."""
+    # closing the connection would not wake up a thread that is reading
     with suppress(OSError), socket(fileno=os.dup(connection.fileno())) as line:
         line.shutdown(SHUT_RDWR)
 
 
 def _messages(connection: Connection) -> asyncio.Queue[bytes | None]:
-    """A queue that a thread fills with the messages of a connection; None is its end."""
-    # on a thread: a loop that watched the connection would make its reads fail in the middle of a call
+    """A queue that a thread fills with the messages of a connection; None marks the end."""
+    # in a thread, since an event loop that watches the connection would make its other reads fail during a call
     queue, loop = asyncio.Queue[bytes | None](), asyncio.get_running_loop()
 
     def receive() -> None:
@@ -139,11 +139,11 @@ def _messages(connection: Connection) -> asyncio.Queue[bytes | None]:
 
 
 def begin(descriptor: int) -> tuple[Connection, Any]:
-    """The pipe that `EngineProcess` has opened, and its first message: the arguments of what the process makes."""
+    """Open the pipe of `EngineProcess`; returns it with the first message: the arguments for making the engine."""
     os.set_inheritable(descriptor, False)
     connection: Connection = Connection(descriptor)
     (_, start), *_ = Packing().unpack(connection.recv_bytes())
-    # with it this process may fetch tensors in shared memory from the one that has started it
+    # with the key, this process may fetch tensors in shared memory from its parent
     arguments, multiprocessing.current_process().authkey = start.arguments
     return connection, arguments
 
@@ -154,9 +154,9 @@ def refuse(connection: Connection, error: FoveaError) -> None:
 
 
 async def serve_parent(target: CallTarget, connection: Connection, prefix: str = "") -> None:
-    """Answer the first message, and make the calls of the other end until it hangs up or is gone.
+    """Answer the first message, and serve the calls of the other end until it closes the pipe or is gone.
 
-    `prefix` begins the messages of errors that are not Fovea's own.
+    `prefix` begins the messages of errors that are not Fovea's.
     """
     connection.send_bytes(Packing().pack(Answer(number=0)))
     rules = Rules(

@@ -1,7 +1,7 @@
-"""Processes of sessions that a killed run has left: marked by a variable of their environment, ended by the next run.
+"""Session processes left by a killed run: an environment variable marks them, and the next run ends them.
 
-All that a marked process starts has the mark too, unless it clears its environment. Processes of other machines, other
-users and runs that still go on are left alone.
+Children of a marked process have the mark too, unless it clears its environment. Processes of other machines, of other
+users and of runs that are still running are not touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARK = "FOVEA_SESSION_OF"
 """Environment variable with the process of the run that a session belongs to, as JSON."""
 MAX_MARK_BYTES = 1000
 ROUNDS = 10
-"""Most searches: a process may start another one while it is killed."""
+"""Largest number of searches: a process may start another one while it is being killed."""
 
 
 def session_environment() -> dict[str, str]:
@@ -30,7 +30,7 @@ def session_environment() -> dict[str, str]:
 
 
 def end_left_processes() -> int:
-    """Kill the processes of sessions whose run was killed, with those that they have started; returns their number."""
+    """Kill the processes of sessions whose run was killed, with their children; returns the number of processes."""
     ended = set[int]()
     for _ in range(ROUNDS):
         found = set(_left()) - ended
@@ -44,7 +44,7 @@ def end_left_processes() -> int:
 
 
 def _left() -> Iterator[int]:
-    """Processes whose run has ended; none where there is no /proc."""
+    """Ids of marked processes whose run has ended; none if the system has no /proc."""
     for process in running():
         owner = _owner_of(process.pid)
         if process.pid != os.getpid() and owner is not None and owner.is_here and not owner.is_alive:
@@ -52,10 +52,10 @@ def _left() -> Iterator[int]:
 
 
 def _owner_of(pid: int) -> Owner | None:
-    """The process of the run that a process was started for; None where it has no mark."""
+    """The owner in the mark of a process, which is the process of its run; None if it has no mark."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # another user's, or it has ended
+    except OSError:  # the process belongs to another user, or has ended
         return None
     name = f"{MARK}=".encode()
     marks = [each[len(name) :] for each in variables if each.startswith(name)]

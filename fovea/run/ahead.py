@@ -1,15 +1,16 @@
-"""Rollouts that are drawn while the policy trains, within a bound of staleness, and the weight syncs between them.
+"""Rollouts that are sampled while the policy trains, with bounded staleness, and the weight syncs between them.
 
-Which version of the weights draws a step follows from the settings, not from which side is faster. With a bound of `k`
-steps, engines that took version `v` when the policy came to step `v` draw one step after another up to `v + k`; when
-the policy comes to step `v + k`, they take its weights, and draw on:
+The settings decide which version of the weights samples a step, not which side is faster. With a bound of `k` steps,
+engines that took version `v` when the policy reached step `v` sample one step after another up to `v + k`; when the
+policy reaches step `v + k`, they take its weights and continue:
 
-    k = 2   step in training    0     1     2     3     4
-            steps being drawn   0 1 2       3 4         5 6
-            drawn by version    0 0 0       2 2         4 4
+    k = 2   step in training      0     1     2     3     4
+            steps being sampled   0 1 2       3 4         5 6
+            sampled by version    0 0 0       2 2         4 4
 
-No step is drawn ahead across a barrier: the end of the run, and the steps after which a checkpoint or a reading of dev
-rows is due. The first step after it is drawn by the newest weights, as in a run that resumes from that checkpoint.
+No step is sampled ahead across a barrier: the end of the run, and the steps after which a checkpoint or a dev
+evaluation is due. The newest weights sample the first step after a barrier, as in a run that resumes from that
+checkpoint.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from fovea.types import Metrics
 
 
 class RolloutsAhead:
-    """The rollouts of a run in the order of its steps, drawn one after another."""
+    """The rollouts of a run in the order of its steps, sampled one after another."""
 
     def __init__(self, run: Run, step: int) -> None:
-        """`step` is the next one, whose weights the engines hold."""
+        """`step` is the next step; the engines hold the weights of this version."""
         self._run = run
         self._version = step
         self._ahead: dict[int, asyncio.Task[StepRollout | None]] = {}
-        """Rollouts that are begun, or wait for their turn, by step."""
+        """Rollouts that have begun or wait for their turn, by step."""
         self._positions: dict[int, Position] = {}
-        """The position of the run before each rollout that is begun and not yet taken, by step."""
+        """The position of the run before each rollout that has begun and is not taken yet, by step."""
         self._turn = asyncio.Lock()
         self._in_use = BusyTime()
         self._synced: Metrics = {}
         self._step_began = (0.0, 0.0)
 
     def has_more(self, step: int) -> bool:
-        """True if there are rows for this step, the next to be taken."""
+        """True if there are rows for this step, which is the next to be taken."""
         return step in self._positions or self._run.stream.has_more
 
     async def take(self, step: int) -> StepRollout:
-        """Wait for the rollout of a step, at which the policy is, and begin those after it that may be drawn now."""
+        """Wait for the rollout of the policy's current step, and begin the later rollouts that may be sampled now."""
         self._step_began = (perf_counter(), self._in_use.seconds)
         if not self._ahead:
             await self._draw_from(step, version=step)
@@ -63,9 +64,9 @@ class RolloutsAhead:
         return rollout
 
     async def trained(self, version: int) -> Metrics:
-        """Bring the engines to this version, which the policy now has, if nothing is drawn ahead, as at a barrier.
+        """Send the policy's new version to the engines if no rollout is ahead, as at a barrier.
 
-        Returns the metrics of the weight syncs of the step, and the time that the engines idled.
+        Returns the metrics of the step's weight syncs, and the time that the engines idled.
         """
         if not self._ahead or not self.has_more(version):
             await self._sync(version)
@@ -74,21 +75,21 @@ class RolloutsAhead:
         return synced | {"seconds/idle_rollout": perf_counter() - began - (self._in_use.seconds - in_use)}
 
     async def put_back(self) -> None:
-        """Drop what is drawn ahead, and go back to the position of the run before it."""
+        """Drop the rollouts that are ahead, and go back to the position of the run before them."""
         await self.close()
         if self._positions:
             restore_position(self._run, self._positions[min(self._positions)])
             self._positions.clear()
 
     async def close(self) -> None:
-        """Cancel what is drawn ahead."""
+        """Cancel the rollouts that are ahead."""
         ahead, self._ahead = list(self._ahead.values()), {}
         for task in ahead:
             task.cancel()
         await asyncio.gather(*ahead, return_exceptions=True)
 
     async def _draw_from(self, first: int, *, version: int) -> None:
-        """Begin the rollouts from a step on that the newest weights may draw; they wait for each other."""
+        """Begin the rollouts, from a step on, that the newest weights may sample; they run one after another."""
         config = self._run.config
         last = min(version + config.rollout.max_staleness_steps, next_barrier(config, version) - 1)
         if first <= last:
@@ -96,7 +97,7 @@ class RolloutsAhead:
         self._ahead = {step: asyncio.create_task(self._draw(step)) for step in range(first, last + 1)}
 
     async def _draw(self, step: int) -> StepRollout | None:
-        """Draw a step when those before it are drawn; None if they have left no rows."""
+        """Sample a step when the steps before it are sampled; None if they have left no rows."""
         async with self._turn:  # first come, first served
             if not self._run.stream.has_more:
                 return None
@@ -115,7 +116,7 @@ class RolloutsAhead:
 
 
 class BusyTime:
-    """The seconds in which something was in use, up to now."""
+    """Measures the total seconds in which something was in use."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -137,7 +138,7 @@ class BusyTime:
 
 @asynccontextmanager
 async def drawing_ahead(run: Run, step: int) -> AsyncIterator[RolloutsAhead]:
-    """The rollouts of a run from a step on, whose weights the engines hold; what is drawn ahead ends with the block."""
+    """Sample rollouts ahead from a step on, whose weights the engines hold; the end of the block cancels them."""
     ahead = RolloutsAhead(run, step)
     try:
         yield ahead
@@ -146,6 +147,6 @@ async def drawing_ahead(run: Run, step: int) -> AsyncIterator[RolloutsAhead]:
 
 
 def next_barrier(config: Config, step: int) -> int:
-    """The first step after this one that nothing before it may draw ahead."""
+    """The first step after this one that may not be sampled ahead."""
     intervals = (config.checkpoint.every_steps, config.evaluate.every_steps)
     return min([config.max_steps, *(step - step % every + every for every in intervals if every)])

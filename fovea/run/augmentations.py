@@ -1,4 +1,4 @@
-"""Augmented prompts of a step: with noise to sample on (`rollout.augmentation`), masked for the loss."""
+"""Augmented prompts of a step: noisy images to sample from (`rollout.augmentation`), masked images for the loss."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fovea_gym.environments.base import Environment
 from fovea_gym.errors import ConfigError
 
 NOISY, MASKED = 0, 1
-"""Kinds of change, in the seed of a picture: seed of the run, step, group, kind, picture."""
+"""Kinds of augmentation, as part of an image's seed: (seed of the run, step, group, kind, image)."""
 
 
 def in_one_turn(config: Config, environment: Environment) -> Environment:
-    """The environment; ConfigError for augmentation in one of several turns, whose later pictures no change changes."""
+    """Return the environment; ConfigError if it has several turns and images are augmented, in the prompt only."""
     given = {
         "rollout.augmentation": config.rollout.augmentation,
         "algorithm.augmentation": config.algorithm.augmentation,
@@ -28,8 +28,8 @@ def in_one_turn(config: Config, environment: Environment) -> Environment:
     several = environment.max_turns > 1 or environment.has_sessions
     for key in (key for key, augmentation in given.items() if augmentation is not None and several):
         raise ConfigError(
-            f"{key} changes the pictures of prompts, but environment={config.environment.name} shows others in later "
-            f"turns, also by its tools; set {key}=null"
+            f"{key} changes the images of the prompt only, but environment={config.environment.name} shows further "
+            f"images in later turns, possibly by its tools; set {key}=null"
         )
     return environment
 
@@ -37,7 +37,7 @@ def in_one_turn(config: Config, environment: Environment) -> Environment:
 def with_augmentations(
     source: PromptSource, prompted: Sequence[PromptedTask], config: Config, *, step: int, num_before: int
 ) -> list[PromptedTask]:
-    """The tasks of a step, counted from 0, with the augmentation that the settings ask for; the same in every run."""
+    """The tasks of a step, counted from 0, with the augmented prompts of the settings; reproducible by the seed."""
     noisy, masked = config.rollout.augmentation, config.algorithm.augmentation
     noise: Augmentation | None = None if noisy is None else noise_of(noisy, step + 1, config.max_steps)
     mask: Augmentation | None = None if masked is None else mask_of(masked)
@@ -55,7 +55,7 @@ def with_augmentations(
 
 
 def augmentation_metrics(groups: Sequence[Group], settings: NoisyPictures, step: int, max_steps: int) -> Metrics:
-    """The noise of a step, counted from 0, and the accuracy of completions drawn on it; empty without any."""
+    """The noise level of a step, counted from 0, and the accuracy of noisy completions; empty if there are none."""
     episodes = [episode for group in groups for episode in group.episodes if episode.tokens[0].is_noisy]
     if not episodes:
         return {}

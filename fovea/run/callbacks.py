@@ -1,4 +1,4 @@
-"""Functions of Python code that a run calls after each step and each evaluation, in the process of rank 0."""
+"""The user's Python functions that a run calls after each step and each evaluation, in the process of rank 0."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fovea_gym.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """A step that was taken and recorded."""
+    """A completed step, for `on_step`."""
 
     step: int
-    """From 1; after a resume it goes on where the checkpoint was."""
+    """Counted from 1; a resumed run continues the count of its checkpoint."""
     max_steps: int
     metrics: Metrics
     """All metrics of the step by name (`python -m fovea.metrics.names`), as in metrics.jsonl."""
@@ -28,16 +28,16 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
-    """An evaluation of held-out rows."""
+    """An evaluation of held-out rows, for `on_eval`."""
 
     step: int
-    """Steps taken before it."""
+    """Number of steps taken before the evaluation."""
     split: Literal["dev", "test"]
     when: str
-    """`before`, `after-warmup` or `final` on test rows, `warmup` or `step-000010` on dev rows: part of the name of the
-    file of answers, answers/SPLIT-WHEN.jsonl in the run folder."""
+    """`before`, `after-warmup` or `final` on test rows; `warmup` or a step such as `step-000010` on dev rows. The run
+    folder has the answers in answers/SPLIT-WHEN.jsonl."""
     evaluation: Evaluation
-    """Its `accuracy`, and the accuracies, rewards and parts of all rows."""
+    """The overall `accuracy`, and the accuracies, rewards and reward parts of all rows."""
     folder: Path
 
 
@@ -47,7 +47,7 @@ OnEval: TypeAlias = Callable[[EvalRecord], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
-    """The functions of a run; what they return is ignored, and what they raise ends the run."""
+    """The callbacks of a run: their return values are ignored, and an exception ends the run."""
 
     on_step: OnStep | None = None
     on_eval: OnEval | None = None
@@ -74,15 +74,15 @@ def _call(argument: str, function: Callable[[Any], object] | None, record: StepR
     try:
         function(record)
     except SystemExit as error:
-        if isinstance(error.code, int) and error.code > 128:  # 128 and its number: a signal to the run during the call
+        if isinstance(error.code, int) and error.code > 128:  # 128 + number of a signal to the run during the call
             raise
         raise RuntimeError(
-            f"the callback {callback} called sys.exit({error.code!r}), by which a run does not end; raise an error to "
-            "end it, or set max_steps"
+            f"the callback {callback} called sys.exit({error.code!r}), which does not end a run; raise an error to end "
+            "it, or set max_steps"
         ) from error
     except BaseException as error:
-        # printed below the traceback
-        error.add_note(f"the callback {callback} raised this and ended the run; correct it, then resume='auto'")
+        # Python prints the note below the traceback
+        error.add_note(f"the callback {callback} raised this and ended the run; correct it, then set resume='auto'")
         raise
 
 
@@ -93,7 +93,7 @@ def _check(argument: str, function: object) -> None:
         )
     name = name_of(function)
     if is_async(function):
-        raise ConfigError(f"{argument}={name} is async, and a run does not await it; write def {argument}(record)")
+        raise ConfigError(f"{argument}={name} is async, but a run does not await it; write def {argument}(record)")
     try:
         inspect.signature(function).bind("record")
     except TypeError:
@@ -101,5 +101,5 @@ def _check(argument: str, function: object) -> None:
             f"{argument}={name} takes {inspect.signature(function)}, but is called with one record; write "
             f"def {argument}(record)"
         ) from None
-    except ValueError:  # some functions written in C have no signature
+    except ValueError:  # some C functions have no signature
         return

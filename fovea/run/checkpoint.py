@@ -1,6 +1,7 @@
-"""Checkpoints of a run, written beside the steps that follow: `checkpoints/step-N/` is complete or absent, never half.
+"""Checkpoints of a run, written during the next steps: `checkpoints/step-N/` is either complete or absent.
 
-What was damaged later, by a disk or by hand, does not match its manifest: a run resumes from the checkpoint before it.
+A checkpoint that was damaged later, by a disk or by hand, does not match its manifest; a run then resumes from the
+checkpoint before it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """The first difference between a folder and its manifest, such as `policy.json is missing`; None if it is whole."""
+    """The first difference of a folder from its manifest, such as `policy.json is missing`; None if it is intact."""
     try:
         check_tree(folder)
         expected = json.loads(read_file(folder / MANIFEST))
@@ -50,7 +51,7 @@ def damage(folder: Path) -> str | None:
             for name, entry in expected.items():
                 check_inside(folder / name, folder)
                 if measure(folder / name) != entry[key]:
-                    return f"{name} is not as it was written"
+                    return f"{name} differs from what was written"
     except DataError as error:
         return str(error).partition(";")[0]
     except FileNotFoundError as error:
@@ -69,7 +70,7 @@ _MEASURES: Mapping[str, Callable[[Path], int | str]] = {
     "bytes": lambda path: path.stat().st_size,
     "sha256": _sha256,
 }
-"""By the name of the entry; the size, which costs nothing, comes first."""
+"""Maps the name of a manifest entry to its function; the size comes first, since it costs nothing."""
 
 
 def folder_bytes(folder: Path) -> int:
@@ -79,10 +80,10 @@ def folder_bytes(folder: Path) -> int:
 
 @contextmanager
 def room_for(what: str, folder: Path, needed_bytes: int) -> Iterator[None]:
-    """A block that writes about so many bytes into an existing folder; TrainError where they do not fit."""
+    """Within the block, about `needed_bytes` are written into an existing folder; TrainError if they do not fit."""
     free_bytes = shutil.disk_usage(folder).free
     figures = f"it needs about {_shown(needed_bytes)}, and {_shown(free_bytes)} are free in {folder}"
-    way_out = "make room there and go on with resume=auto"
+    way_out = "make room there and continue with resume=auto"
     if free_bytes < needed_bytes:
         raise TrainError(f"there is no room for {what}: {figures}; {way_out}")
     try:
@@ -97,16 +98,16 @@ def _shown(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetainedCheckpoints:
-    """Steps by which it is decided; part of every checkpoint."""
+    """Steps that decide which checkpoints are kept besides the newest; every checkpoint stores them."""
 
     best_step: int | None = None
-    """Step of the best dev reading; None without `checkpoint.keep_best`, or before the first reading."""
+    """Step with the best dev accuracy; None without `checkpoint.keep_best`, or before the first dev evaluation."""
     best_reading: float = 0.0
     skipped_since: int | None = None
-    """First step of the present run of skipped updates; None where the last update was taken."""
+    """First step of the current series of skipped updates; None if the last update was not skipped."""
 
     def after_step(self, step: int, metrics: Mapping[str, float], *, keep_best: bool) -> RetainedCheckpoints:
-        """The same after another step, whose metrics hold a dev reading or not."""
+        """The value after another step, whose metrics may hold a dev accuracy."""
         retained = self
         if not metrics.get("updates_skipped", 0.0):
             retained = replace(retained, skipped_since=None)
@@ -118,16 +119,16 @@ class RetainedCheckpoints:
         return retained
 
     def steps(self, saved: Sequence[int]) -> set[int]:
-        """The steps, among those of saved checkpoints, whose checkpoints are retained."""
+        """The steps, among the saved ones, whose checkpoints are kept besides the newest."""
         before = [step for step in saved if self.skipped_since is not None and step < self.skipped_since]
         return {step for step in saved if step == self.best_step} | set(before[-1:])
 
 
 STATE = "state.json"
 FORMAT = 2
-"""Version of the files of a checkpoint. Before 2, they were single files of whole tensors and a torch file."""
+"""Version of the file format of a checkpoint. Version 1 had single files of whole tensors and a torch file."""
 SAVED_BYTES_PER_PARAMETER = 12
-"""A float32 weight and AdamW's two moments of it."""
+"""Bytes of a float32 weight and its two AdamW moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ class SavedCheckpoint:
     state: Mapping[str, Any]
     """State of the run besides the policy: data order, accuracies, seconds."""
     passed_over: tuple[Path, ...] = ()
-    """Later checkpoints, which are damaged; newest first."""
+    """Later checkpoints that were skipped because they are damaged, newest first."""
 
 
 class _Saved(dict[str, Any]):
@@ -152,12 +153,12 @@ class _Saved(dict[str, Any]):
     def __missing__(self, key: str) -> NoReturn:
         raise DataError(
             f"{self._folder}: this checkpoint has no {key!r}, so another version of Fovea wrote it; resume the "
-            "run with that version, or start anew with another run_dir"
+            "run with that version, or start over in another run_dir"
         )
 
 
 class DamagedCheckpointError(DataError):
-    """A checkpoint whose files are not those that were written."""
+    """The files of a checkpoint have changed since they were written."""
 
 
 class Checkpoints:
@@ -170,21 +171,21 @@ class Checkpoints:
         self._seconds: list[float] = []
 
     async def save(self, step: int, policy: Policy, state: Mapping[str, Any], retained: RetainedCheckpoints) -> None:
-        """Copy the state and begin to write a checkpoint of it, after the one before is written.
+        """Wait for the checkpoint before, copy the state, and begin to write it in the background.
 
-        When it is there, all but the newest `keep` and those of `retained` are deleted.
+        Afterwards all checkpoints are deleted except the newest `keep` and those of `retained`.
         """
         await self.finish()
         final = self._root / f"step-{step}"
         if holds_files(final):
-            return  # the last regular checkpoint is also the one at the end
+            return  # the last regular checkpoint may also be the one at the end of the run
         self._root.mkdir(parents=True, exist_ok=True)
         needed_bytes = max(estimated_bytes(policy), *map(folder_bytes, self._folders()), 0)
         started = perf_counter()
         with ExitStack() as opening:
             opening.enter_context(room_for(f"the checkpoint of step {step}", self._root, needed_bytes))
             folder = opening.enter_context(atomic_folder(final))
-            # as text, since the run goes on to change what it is made of
+            # as text, since the run will change the objects in it
             (folder / STATE).write_text(json.dumps({"format": FORMAT, "step": step, **state}))
             await policy.save(folder)
             opened = opening.pop_all()
@@ -200,18 +201,18 @@ class Checkpoints:
         self._writing = in_background(write, f"checkpoint of step {step}")
 
     async def finish(self) -> None:
-        """Wait until the checkpoint that is being written is there; TrainError where it could not be written."""
+        """Wait until the checkpoint that is being written is complete; TrainError if it could not be written."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await asyncio.wrap_future(writing)
 
     async def check(self) -> None:
-        """Raise the error of a checkpoint that could not be written, without waiting for one that is being written."""
+        """Raise the error of a checkpoint that could not be written, without waiting for one in progress."""
         if self._writing is not None and self._writing.done():
             await self.finish()
 
     def metrics(self) -> Metrics:
-        """Seconds that the last checkpoint took, if one was finished since the last call."""
+        """Seconds that the last checkpoint took to write, if one was finished since the last call."""
         seconds, self._seconds = self._seconds, []
         return {"seconds/checkpoint_write": seconds[-1]} if seconds else {}
 
@@ -229,24 +230,25 @@ class Checkpoints:
         return next(reversed(self._folders()), None)
 
     def latest(self) -> SavedCheckpoint | None:
-        """The newest checkpoint that is whole; None before the first, DataError when all are damaged."""
+        """The newest intact checkpoint; None before the first one, DataError if all are damaged."""
         damaged: list[DamagedCheckpointError] = []
         folders = self._folders()[::-1]
         for folder in folders:
             try:
                 return replace(read_checkpoint(folder), passed_over=tuple(folders[: len(damaged)]))
             except DamagedCheckpointError as error:
-                if not folder.exists():  # a run that goes on has deleted it, and has a newer one
+                if not folder.exists():  # a run in progress has deleted it, and has written a newer one
                     return self.latest()
                 damaged.append(error)
         if damaged:
-            raise DataError(f"{damaged[0]}, and no checkpoint before it is whole; start anew in another run_dir")
+            raise DataError(f"{damaged[0]}, and no earlier checkpoint is intact; start over in another run_dir")
         return None
 
     def resume(self) -> SavedCheckpoint | None:
-        """The newest checkpoint that is whole, for the process that holds the lock of the run folder to go on from.
+        """The newest intact checkpoint, to resume from; the caller must hold the lock of the run folder.
 
-        Later, damaged ones are renamed `step-N.damaged`; remains of interrupted saves and deletions are deleted.
+        Later checkpoints, all damaged, are renamed `step-N.damaged`; remains of interrupted saves and deletions are
+        deleted.
         """
         self._clear_remains()
         found = self.latest()
@@ -255,9 +257,9 @@ class Checkpoints:
         return found
 
     def resume_from(self, folder: Path) -> SavedCheckpoint:
-        """The checkpoint in a folder, of this or of another run, for this run to go on from.
+        """The checkpoint in a folder, of this or of another run, to resume from; DamagedCheckpointError if damaged.
 
-        Later checkpoints of this run are renamed `step-N.later`. DamagedCheckpointError where it is damaged.
+        Later checkpoints of this run are renamed `step-N.later`.
         """
         self._clear_remains()
         found = read_checkpoint(folder)
@@ -269,7 +271,7 @@ class Checkpoints:
 
     def _clear_remains(self) -> None:
         for remains in (*self._root.glob(".step-*.partial"), *self._root.glob(".step-*.deleted")):
-            # the thread of a save that was broken off in this process may be deleting it as well
+            # the thread of a save that was cancelled in this process may be deleting it as well
             shutil.rmtree(remains, onerror=_raise_unless_gone)
 
     def _folders(self) -> list[Path]:
@@ -283,12 +285,12 @@ def _raise_unless_gone(_function: object, _path: str, error: tuple[Any, BaseExce
 
 
 def estimated_bytes(policy: Policy) -> int:
-    """Size of a checkpoint, from the number of trained parameters; the first ones, without moments, are smaller."""
+    """Estimated size of a checkpoint, from the number of trained parameters; those without moments are smaller."""
     return SAVED_BYTES_PER_PARAMETER * policy.describe().num_saved
 
 
 def read_checkpoint(folder: Path) -> SavedCheckpoint:
-    """The checkpoint in a folder; DamagedCheckpointError where its files are not those that were written."""
+    """Read the checkpoint in a folder; DamagedCheckpointError if its files have changed since they were written."""
     problem = damage(folder)
     if problem is not None:
         raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: {problem}")
@@ -301,7 +303,7 @@ def read_checkpoint(folder: Path) -> SavedCheckpoint:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: {broken_checkpoint(error)}") from error
     if folder.resolve().name != f"step-{step}":
-        raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: its {STATE} is of step {step}")
+        raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: its {STATE} names step {step}")
     return SavedCheckpoint(folder=folder, step=step, state=state)
 
 
@@ -310,17 +312,17 @@ def _check_format(folder: Path, state: dict[str, Any]) -> None:
     if found != FORMAT:
         writer = library_versions(state.get("fingerprint", {})).get("fovea", "of another version")
         raise DataError(
-            f"{folder}: this checkpoint is of format {found}, and this version of Fovea reads format {FORMAT}; Fovea "
-            f"{writer} wrote it: resume or export it with that version, or start anew with another run_dir"
+            f"{folder}: this checkpoint has format {found}, and this version of Fovea reads format {FORMAT}; Fovea "
+            f"{writer} wrote it: resume or export it with that version, or start over in another run_dir"
         )
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """True if a folder holds a checkpoint, whole or damaged, and not a run or a model."""
+    """True if a folder is a checkpoint, intact or damaged, and not a run or a model."""
     return any((folder / name).is_file() for name in (STATE, MANIFEST))
 
 
 def _renamed(folder: Path, name: str) -> Path:
-    """The folder under another name, in place of what had it."""
+    """Rename a folder, and delete whatever had the new name; returns the new path."""
     shutil.rmtree(folder.with_name(name), ignore_errors=True)
     return folder.rename(folder.with_name(name))

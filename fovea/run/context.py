@@ -1,4 +1,4 @@
-"""The services and records of one run, made by `fovea.wiring`; the loop passes each stage those that it uses."""
+"""The services and records of one run, which `fovea.wiring` makes and the loop passes to each stage."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class TaskStream:
 
     @property
     def has_more(self) -> bool:
-        """True if there are rows for another step; there always are without `max_epochs`."""
+        """True if there are rows for another step; always true without `max_epochs`."""
         return self.source.has_more(self.order)
 
     @property
     def interaction(self) -> Interaction:
-        """Environment, renderer, limit of tokens and the grader of the current curriculum stage."""
+        """Environment, renderer, token limit, and the grader of the current curriculum stage."""
         return Interaction(
             environment=self.environment,
             grading=self.grading.at(self.curriculum.stage),
@@ -76,13 +76,13 @@ class TaskStream:
 
 @dataclass(slots=True)
 class RolloutMismatch:
-    """Mean difference of a step's completions from the trainer, beyond which a known fault is looked for."""
+    """The mean log-prob difference of a rollout from the trainer beyond which the run looks for a known fault."""
 
     _explained: float = 0.0
-    """Largest difference for each version of the weights in which no fault was found."""
+    """Largest difference per version of the weights in which no fault was found."""
 
     def allowed(self, limit: float, *, staleness: int) -> float:
-        """Each step of staleness may move log-probs as far as the limit, and twice as far as they were found to."""
+        """Allowed difference: per version of the weights, the limit or twice the largest difference without a fault."""
         return max(limit, 2 * self._explained) * (1 + staleness)
 
     def explained(self, mismatch: float, *, staleness: int) -> None:
@@ -107,30 +107,30 @@ class Run:
     evaluator: Evaluator
     checkpoints: Checkpoints
     resumed: SavedCheckpoint | None
-    """The checkpoint to continue from; None: start anew."""
+    """The checkpoint to resume from; None for a new run."""
     metrics: MetricsLog
     phases: Phases
     progress: Progress
     started: float
-    """`perf_counter` at the start of `build`."""
+    """`perf_counter` value at the start of `build`."""
     spent_seconds: float = 0.0
-    """Seconds of the attempts before this one, which `max_hours` counts with those of this process."""
+    """Seconds spent by earlier attempts, which `max_hours` counts together with the seconds of this process."""
     peak_tflops: float | None = None
-    """Peak of the device in TFLOP/s, the denominator of `mfu`; None: neither known nor set."""
+    """Peak of the devices in TFLOP/s, the denominator of `mfu`; None if it is neither known nor set."""
     token_text: Callable[[int], str] = str
     image_token_id: int = -1
-    """Id of the visual tokens in a prompt; -1 for a model without images."""
+    """Id of the image tokens in a prompt; -1 for a model without images."""
     has_fast_path: bool = True
     """True if the model's family packs rows (`ModelFamily.fast_path`)."""
     box_frame: Callable[[PromptImage], tuple[int, int] | None] = lambda _image: None
-    """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`), if it does."""
+    """Width and height of the frame in which the model gives coordinates (`ModelFamily.box_frame`), if it gives any."""
     findings_watch: FindingsWatch = field(default_factory=FindingsWatch)
     taken_sync: TakenSync = field(default_factory=TakenSync)
     rollout_mismatch: RolloutMismatch = field(default_factory=RolloutMismatch)
     callbacks: Callbacks = field(default_factory=Callbacks)
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
-    """Context manager around every step, by step (`fovea.metrics.profile`)."""
+    """Makes the context manager around each step from its number (`fovea.metrics.profile`)."""
     fingerprint: Fingerprint = field(default_factory=dict)
-    """Fingerprint of what it reads, for its checkpoints."""
+    """Fingerprint of the run's inputs, which its checkpoints store."""
     held: ExitStack = field(default_factory=ExitStack)
-    """Held until the run ends: the lock of its folder."""
+    """Resources held until the run ends: the lock of its folder."""

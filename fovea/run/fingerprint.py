@@ -1,12 +1,12 @@
-"""The fingerprint of what a run reads: rows, the user's code, files of the model, libraries; and changes on a resume.
+"""The fingerprint of a run's inputs (rows, the user's code, model files, libraries), and their changes at a resume.
 
 A fingerprint maps names to short texts: `train row 24` to a checksum of that row, `file train.parquet` to its size and
-checksum, `library torch` to a version. A checkpoint holds it.
+checksum, `library torch` to a version. Each checkpoint holds it.
 
-Taking it takes seconds, however large the data are: of large files evenly spaced blocks are read (MAX_FILE_BYTES in all
-for rows, and again for models), and of rows that are made on access MAX_ROWS are made in every split; rows in a list
-are all taken. Of what is at a URL the address counts. Modules that the user's file imports count where they are beside
-it or in the working directory.
+It takes seconds, however large the data are. Large files are read in evenly spaced blocks (MAX_FILE_BYTES in all for
+rows, and again for models). If rows are made on access, MAX_ROWS of each split are read; rows in a list are all read.
+Data at a URL count by their address. Modules that the user's file imports count if they are in its folder or in the
+working directory.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from fovea_gym.utils.entry_points import registered
 
 Fingerprint: TypeAlias = Mapping[str, str]
 LIBRARY = "library "
-"""Beginning of the names of library versions."""
+"""Prefix of the names of library versions."""
 MAX_NAMED = 3
-"""Changes that a message names; of the others it gives the number."""
+"""Number of changes that a message names; it only counts the others."""
 MAX_FILE_BYTES = 2**30
 MAX_IMAGE_BYTES = 2**20
 MAX_ROWS = 1000
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
 _BLOCK_BYTES = 2**20
 _DIGITS = 12
-"""Digits of a checksum that are kept: by chance, one of 2^48 changes goes unseen."""
+"""Hexadecimal digits of a checksum that are kept: one in 2^48 changes would go unnoticed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenCode:
-    """The user's own code that was given as objects, in place of names of files."""
+    """The user's own code that was given as Python objects instead of file names."""
 
     environment: Any = None
     rewards: Sequence[Callable[..., object]] = ()
@@ -68,7 +68,7 @@ class GivenCode:
 def take_fingerprint(
     config: Config, model: Model, splits: Mapping[str, Sequence[Task]], given: GivenCode
 ) -> Fingerprint:
-    """The fingerprint of what a run with these settings and rows by split reads; `model` has its path."""
+    """The fingerprint of the inputs of a run with these settings and rows by split; `model` has a path."""
     return {
         **_files({f"file {_name(path, config)}": path for path in _row_files(config)}),
         **{name: text for split, tasks in splits.items() for name, text in row_texts(split, tasks)},
@@ -81,7 +81,7 @@ def take_fingerprint(
 
 
 def _packages(config: Config) -> Iterator[Distribution]:
-    """The packages that bring the environments, the loss and the engine of the settings."""
+    """The packages that provide the environments, the loss and the engine of the settings."""
     parts = [("fovea.environments", each.name) for each in config.environments.values()]
     parts += [("fovea.losses", config.algorithm.loss.name), ("fovea.engines", config.rollout.engine.name)]
     for group, name in parts:
@@ -89,7 +89,7 @@ def _packages(config: Config) -> Iterator[Distribution]:
 
 
 def _row_files(config: Config) -> Iterator[Path]:
-    """The files on this machine that the settings name for rows; of a folder those that may hold a table."""
+    """The local files that the settings name for rows; for a folder, its files that may hold a table."""
     splits = itertools.product(config.with_own_files.environments.values(), ("train", "dev", "test"))
     named = (getattr(environment, f"{split}_files", None) or () for environment, split in splits)
     for source in (source for files in named for source in files):
@@ -103,7 +103,7 @@ def _row_files(config: Config) -> Iterator[Path]:
 
 
 def _name(file: Path, config: Config) -> str:
-    """The name of a file as settings give it: one in the run folder is the same file in the folder of a resumed run."""
+    """The name of a file in the fingerprint; files in the run folder are named relative to it, since it may change."""
     folder = Path(config.run_dir)
     return f"{RUN_DIR}/{file.relative_to(folder)}" if file.is_relative_to(folder) else str(file)
 
@@ -125,7 +125,7 @@ def _row(tasks: Sequence[Task], index: int) -> str:
 
 
 def _digest(values: object, text: str = "") -> str:
-    """Checksum of a text and of the content of values."""
+    """Checksum of a text together with the content of values."""
     digest = hashlib.sha256(text.encode())
     for part in _parts(values):
         digest.update(len(part).to_bytes(8, "big") + part)
@@ -133,7 +133,7 @@ def _digest(values: object, text: str = "") -> str:
 
 
 def _parts(value: object) -> Iterator[bytes]:
-    """The content of a value, piece by piece; of an object of unknown type only the name of that type."""
+    """Yield the content of a value, piece by piece; for an object of unknown type, only the name of its type."""
     match value:
         case bytes():
             yield value
@@ -160,11 +160,11 @@ def _image_file(path: Path) -> bytes:
     try:
         return checksum(path, MAX_IMAGE_BYTES).encode()
     except OSError:
-        return b"a file that cannot be read"  # when the row is drawn it is a bad one
+        return b"a file that cannot be read"  # the row is reported as a bad one when the run reads it
 
 
 def _code(config: Config, given: GivenCode) -> Iterator[tuple[str, str]]:
-    """Checksums of the user's own reward and environment: of their files, or of the source of what was given."""
+    """Checksums of the user's own rewards, environments and tools: of their files, or of the given objects' source."""
     own = [(key, each.file) for key, each in config.environments.items() if isinstance(each, OwnEnvironment)]
     own += [("environment.tools", tool) for tool in config.environment.tools if ".py:" in tool]
     for setting, spec in [(key, spec) for key, specs in config.rewards.items() for spec in specs] + own:
@@ -183,12 +183,12 @@ def _code(config: Config, given: GivenCode) -> Iterator[tuple[str, str]]:
 
 
 def _source(given: object) -> str:
-    """Checksum of the source of a function, or of an object's class, and of the plain values that it was given."""
+    """Checksum of the source of a function or of an object's class, and of bound arguments, defaults and closures."""
     values: list[object] = []
     while isinstance(given, partial):
         values += [given.args, given.keywords]
         given = given.func
-    given = getattr(given, "__func__", given)  # of a method
+    given = getattr(given, "__func__", given)  # the function of a method
     if isinstance(given, FunctionType):
         values += [given.__defaults__, given.__kwdefaults__, [_content(cell) for cell in given.__closure__ or ()]]
     return _digest(values, _text_of(given))
@@ -198,7 +198,7 @@ def _text_of(given: object) -> str:
     try:
         return inspect.getsource(given if isinstance(given, FunctionType) else type(given))
     except (OSError, TypeError):
-        # typed into an interpreter
+        # code that was typed into an interpreter has no source file
         return _bytecode(given.__code__) if isinstance(given, FunctionType) else "without a source file"
 
 
@@ -211,12 +211,12 @@ def _bytecode(code: CodeType) -> str:
 def _content(cell: CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # it is filled later, as that of a function that calls itself
+    except ValueError:  # the cell is still empty, as in a function that refers to itself
         return None
 
 
 def model_files(config: Config, model: Model) -> Iterator[tuple[str, Path]]:
-    """The files of the policy's model, of an adapter that it starts from, and of the reward model."""
+    """The files of the policy's model, of the adapter that it starts from, and of the reward model."""
     folders = {
         "model": _model_folder(model),
         "adapter": Path(model.lora.adapter) if model.lora and model.lora.adapter else None,
@@ -237,12 +237,12 @@ def _model_folder(model: Model) -> Path | None:
 
 
 def _files(paths: Mapping[str, Path]) -> dict[str, str]:
-    """Entries of files by name, of which at most MAX_FILE_BYTES are read in all."""
+    """Entries of files by name; at most MAX_FILE_BYTES are read in all."""
     return {name: checksum(path, MAX_FILE_BYTES // len(paths)) for name, path in paths.items()}
 
 
 def checksum(path: Path, max_bytes: int) -> str:
-    """Size and checksum of a file; where it is larger than `max_bytes`, of evenly spaced blocks of about so many."""
+    """Size and checksum of a file; for a file above `max_bytes`, the checksum covers about as many in spaced blocks."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= max_bytes:
@@ -256,22 +256,22 @@ def checksum(path: Path, max_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputChange:
-    """An entry of a fingerprint that is not what it was."""
+    """An entry of a fingerprint that has changed."""
 
     name: str
     before: str | None
-    """None: it was not there."""
+    """None: there was no such entry."""
     now: str | None
 
     @property
     def is_patch(self) -> bool:
-        """True if it is another patch version of a library, such as 2.9.1 for 2.9.0."""
+        """True if only the patch version of a library changed, such as 2.9.0 to 2.9.1."""
         if not self.name.startswith(LIBRARY) or self.before is None or self.now is None:
             return False
         return self.before.split(".")[:2] == self.now.split(".")[:2]
 
     def __str__(self) -> str:
-        return f"{self.name} was {self.before or 'not there'} and is {self.now or 'not there'}"
+        return f"{self.name} was {self.before or 'absent'} and is {self.now or 'absent'}"
 
 
 def library_versions(fingerprint: Fingerprint) -> dict[str, str]:
@@ -280,7 +280,7 @@ def library_versions(fingerprint: Fingerprint) -> dict[str, str]:
 
 
 def changes(before: Fingerprint, now: Fingerprint) -> list[InputChange]:
-    """The entries that differ between two fingerprints, in their order."""
+    """The entries that differ between two fingerprints, in the order of the fingerprints."""
     return [
         InputChange(name=name, before=before.get(name), now=now.get(name))
         for name in dict.fromkeys([*before, *now])
@@ -289,16 +289,16 @@ def changes(before: Fingerprint, now: Fingerprint) -> list[InputChange]:
 
 
 def check_unchanged(before: Fingerprint, now: Fingerprint, *, allow: bool, say: Callable[[str], None]) -> None:
-    """DataError for changes, which it names; with `allow`, or only for patch versions, they are printed instead."""
+    """DataError that names the changes; with `allow`, or if only patch versions changed, print them instead."""
     changed = changes(before, now)
     refused = [] if allow else [change for change in changed if not change.is_patch]
     if refused:
         raise DataError(
-            f"this run would go on with other inputs than it has read so far: {_listed(refused)}; set them back, "
-            "set resume_changed=allow to go on with what is there now, or start anew in another run_dir"
+            f"inputs of this run have changed since its checkpoint: {_listed(refused)}; restore them, set "
+            "resume_changed=allow to continue with the changed ones, or start over in another run_dir"
         )
     if changed:
-        say(f"other inputs than before the resume: {_listed(changed)}")
+        say(f"inputs have changed since the checkpoint: {_listed(changed)}")
 
 
 def _listed(changed: Sequence[InputChange]) -> str:

@@ -1,4 +1,4 @@
-"""The run folder: locked by the process that writes into it, and checked to belong to its run."""
+"""The run folder: it is locked by the process that writes into it, and checked to belong to its run."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from fovea_gym.utils.bounded import check_tree
 from fovea_gym.utils.files import write_atomically
 
 ERRORS_OF_THE_USER = (ConfigError, DataError, ScoreError)
-"""Errors after which something is corrected and the run started anew: in settings, rows or a reward."""
+"""Errors in settings, rows or a reward, after which the user corrects something and starts the run again."""
 
 OF_TRACKERS = ("wandb", "swanlog", "mlruns")
-"""Folders that trackers fill, W&B with links into its cache; nothing of theirs is read."""
+"""Folders that trackers write, W&B with links into its cache; nothing in them is read."""
 
 
 @contextmanager
 def open_run_folder(config: Config) -> Iterator[Config]:
-    """Make the folder of `run_dir`, hold its lock and write the settings; ConfigError when it holds another run.
+    """Make the folder of `run_dir`, hold its lock and write the settings; ConfigError if it holds another run.
 
-    Gives the settings with the folder that a pattern in `run_dir` became. The folder goes with a start that fails
-    before its first checkpoint, and with an error of the user's in the first step, unless there was a warm-up.
+    Yields the settings with the pattern in `run_dir` filled in. The folder is deleted if the start fails before its
+    first checkpoint, or with one of ERRORS_OF_THE_USER in the first step, unless there was a warm-up.
     """
     with ExitStack() as held:
         try:
@@ -61,19 +61,19 @@ def open_run_folder(config: Config) -> Iterator[Config]:
 
 
 def _delete_after(folder: Path, config: Config, _type: object, error: BaseException | None, _traceback: object) -> None:
-    """Delete the folder that a run has made, where a new start makes all of it again; never one named by a time."""
+    """Delete the folder that a run has made, if a new start reproduces all of it; keeps folders named by a time."""
     may_go = isinstance(error, ERRORS_OF_THE_USER) and config.warmup is None and not has_a_time(folder)
     delete_unless_begun(folder, start_is_worth_keeping=not may_go)
 
 
 def check_run(folder: Path, config: Config) -> None:
-    """ConfigError unless the folder holds no run, or the one that is to be resumed."""
+    """ConfigError if the folder holds a run other than the one to resume."""
     checkpoint = config.resume_from
     run = folder if checkpoint is None else run_of(checkpoint)
     if has_checkpoint(folder) and (config.resume == "never" or run.resolve() != folder.resolve()):
-        fix = "it has taken no step: after a correction of code or rows add resume_changed=allow, or delete the folder"
+        fix = "it has taken no step: after correcting code or rows, add resume_changed=allow, or delete the folder"
         raise ConfigError(
-            f"run_dir={folder} already holds a run; set resume=auto to continue it, or another run_dir"
+            f"run_dir={folder} already holds a run; set resume=auto to continue it, or set another run_dir"
             f"{f'; {fix}' if has_taken_no_step(folder) else ''}"
         )
     if not has_checkpoint(run):
@@ -91,12 +91,12 @@ def check_run(folder: Path, config: Config) -> None:
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The run folder of a checkpoint; ConfigError where there is no such checkpoint."""
+    """The run folder of a checkpoint; ConfigError if there is no such checkpoint."""
     if not is_checkpoint(checkpoint):
         newest = Checkpoints(checkpoint, keep=1).newest
         fix = f"set resume={newest}" if newest else "set it to never, to auto, or to the folder of a checkpoint"
         raise ConfigError(f"resume={checkpoint} is not a checkpoint, such as runs/x/checkpoints/step-100; {fix}")
-    # resolved: the user's spelling may have other parents, as `runs/x/checkpoints/step-4/.` has
+    # resolved, since the path as given may have other parents, as `runs/x/checkpoints/step-4/.` does
     return checkpoint.resolve().parents[1]
 
 
@@ -107,37 +107,37 @@ def _check_same(saved: Path, config: Config) -> None:
         tree = None
     if not isinstance(tree, dict):
         raise ConfigError(f"{saved} cannot be read, so its run cannot be resumed; set another run_dir")
-    # it may change, and its tracker may be of another package, which loading would import
+    # logging settings may change, and the tracker may be from another package, which loading would import
     tree.pop("log", None)
     _check_packages(saved, tree, config)
     began = config_of(tree, str(saved))
     before = _fixed_settings(read_yaml(dump_config(began), str(saved)))
     now = _fixed_settings(read_yaml(dump_config(config), "the settings"))
-    # a name first: what it stands for differs with it
+    # names first, since a changed name also changes the settings below it
     for key in sorted(before.keys() | now.keys(), key=lambda key: (not key.endswith(".name"), key.count("."), key)):
         if before.get(key) != now.get(key):
             if _are_given(before.get(key)) and _are_given(now.get(key)):
                 raise ConfigError(
                     f"the given rows (rows, dev_rows or test_rows) are not those that the run in {saved.parent} began "
-                    "with; give the same to resume, or start anew in another run_dir"
+                    "with; give the same rows to resume, or start over in another run_dir"
                 )
             raise ConfigError(
                 f"{key}={now.get(key)}, but the run in {saved.parent} began with {before.get(key)}; "
-                f"{_set_back(key, before.get(key), saved)} to resume, or start anew in another run_dir"
+                f"{_set_back(key, before.get(key), saved)} to resume, or start over in another run_dir"
             )
 
 
 def _check_packages(saved: Path, tree: Tree, config: Config) -> None:
-    """ConfigError for a part of another package that only the folder chooses: loading a stranger's would import it."""
+    """ConfigError for a part of another package that only the folder names: loading its settings would import it."""
     for key, name in sorted(package_parts(tree) - package_parts(config.model_dump())):
         raise ConfigError(
             f"the run in {saved.parent} began with {key}={name}, a part of another package, and these settings choose "
-            f"another; set {key}={name} to resume, or start anew in another run_dir"
+            f"another; set {key}={name} to resume, or start over in another run_dir"
         )
 
 
 def _are_given(files: object) -> bool:
-    """True if this names rows that Python code gave, which the run folder keeps."""
+    """True if these are files of rows that Python code gave and the run folder keeps."""
     return isinstance(files, list) and any(str(file).startswith(f"{RUN_DIR}/{ROWS_FOLDER}/") for file in files)
 
 

@@ -1,4 +1,4 @@
-"""Evaluations of a run's held-out rows: the answers they keep, the image ablations, images that two splits share."""
+"""Evaluations of a run's held-out rows: stored answers, image ablations, and images that two splits share."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from fovea_gym.types import Task
 
 
 async def evaluate_test(run: Run, when: str, step: int) -> Evaluation:
-    """Evaluate the engine's weights on test rows; the answers are kept as answers/test-WHEN.jsonl."""
+    """Evaluate the engine's weights on test rows; the answers are stored as answers/test-WHEN.jsonl."""
     return await _evaluate(run, "test", when, step, run.config.evaluate.test_size)
 
 
 async def evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | None]:
-    """Image ablations: evaluate on test rows with shuffled and with blank images; None where no row has an image."""
+    """Image ablations: evaluate on test rows with shuffled and with blank images; None if no row has an image."""
     source, size = run.sources.test, run.config.evaluate.test_size
     tasks = pictured_tasks(source, min(size or len(source), len(source)), run.progress.print)
     controls = image_controls(source, tasks, run.open_image)
@@ -42,7 +42,7 @@ async def evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | N
 
 
 async def read_dev(run: Run, when: str, step: int) -> Evaluation:
-    """Evaluate the engine's weights on dev rows; the answers are kept as answers/dev-WHEN.jsonl."""
+    """Evaluate the engine's weights on dev rows; the answers are stored as answers/dev-WHEN.jsonl."""
     return await _evaluate(run, "dev", when, step, run.config.evaluate.dev_size)
 
 
@@ -65,17 +65,17 @@ async def _evaluate(run: Run, split: Split, when: str, step: int, size: int | No
 
 
 def _keep_pictures(run: Run, split: Split, tasks: Mapping[str, Task]) -> None:
-    """Store small pictures of the rows for the page, unless an evaluation before this one has."""
+    """Store thumbnails of the rows for the report, unless an earlier evaluation has stored them."""
     try:
         stored = set(read_pictures(run.folder, split))
-    except DataError:  # of a damaged file, which is written anew
+    except DataError:  # the file is damaged, so it is written again
         stored = set()
     if any(task.images for task in tasks.values()) and not tasks.keys() <= stored:
         write_pictures(run.folder, split, {row: _pictures(run, task) for row, task in tasks.items()})
 
 
 def _pictures(run: Run, task: Task) -> list[bytes]:
-    """The pictures of a row; none where an image cannot be opened again."""
+    """Thumbnails of a row's images; an empty list if an image can no longer be opened."""
     try:
         return thumbnails(map(run.open_image, task.images))
     except BadRowError:
@@ -83,7 +83,7 @@ def _pictures(run: Run, task: Task) -> list[bytes]:
 
 
 async def sample_dev(run: Run) -> Metrics:
-    """Sample answers to dev rows with the engine's weights: `dev/mean@n` and `dev/pass@n`; none where n is 0."""
+    """Sample n answers to each dev row with the engine's weights: `dev/mean@n`, `dev/pass@n`; no metrics if n is 0."""
     settings = run.config.evaluate
     if not settings.dev_samples_per_prompt:
         return {}
@@ -93,13 +93,13 @@ async def sample_dev(run: Run) -> Metrics:
         sampling=evaluation_sampling(run.config, run.environment),
         n=settings.dev_samples_per_prompt,
         seed=run.config.seed,
-        unscored=[],  # counted and noted by the greedy reading of the same rows
+        unscored=[],  # the greedy evaluation of the same rows counts and records them
     )
     return sampled_dev_metrics([[answer.accuracy for answer in row.answers] for row in rows])
 
 
 def search_shared_images(run: Run) -> SharedImages | None:
-    """Look for test images in the training split; TrainError where there is one and the settings forbid it."""
+    """Look for test images in the training split; TrainError if there is one and the settings forbid it."""
     settings, data = run.config.evaluate, run.config.data
     if settings.shared_images == "ignore":
         return None
@@ -115,7 +115,7 @@ def search_shared_images(run: Run) -> SharedImages | None:
     run.progress.print(str(found))
     if found.shared and settings.shared_images == "forbid":
         raise TrainError(
-            f"{found.shared} held-out images are also in the training split, so that the accuracy is not held-out; "
-            "split the rows by image, or set evaluate.shared_images=count"
+            f"{found.shared} test images are also in the training split, so the accuracy is not a held-out one; split "
+            "the rows by image, or set evaluate.shared_images=count"
         )
     return found

@@ -1,7 +1,7 @@
-"""A run around its steps, in their order.
+"""The parts of a run around its steps, in order.
 
-`begin` starts or resumes it, `record` writes and saves what a step has changed, `end_early` and `finish` end it, and
-`closing` closes its services on every way out.
+`begin` starts or resumes a run, `record` writes and saves the result of a step, `end_early` and `finish` end the run,
+and `closing` closes its services however it ends.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from fovea.weights.base import SyncReport
 from fovea_gym.errors import FoveaError
 
 ENDING_SECONDS = 30.0
-"""Longest wait for the checkpoint that is being written when a run ends by an error."""
+"""Longest wait for the checkpoint that is being written when an error ends a run."""
 
 
 async def begin(run: Run) -> TrainState:
-    """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; both go through the parity gate."""
+    """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; the parity gate runs either way."""
     write_versions(run.folder, library_versions(run.fingerprint))
     if warning := too_few_rows(len(run.sources.train), run.config):
         run.progress.print(warning)
@@ -61,7 +61,7 @@ async def _begun(run: Run) -> TrainState:
     await _limit_microbatches(run, None)
     await run.weight_sync.sync(0)
     await pass_parity_gate(run, version=0)
-    # a forbidden overlap of the splits should fail before the hours of training, not after them
+    # a forbidden overlap of the splits should fail before hours of training, not after them
     kl = run.config.algorithm.kl
     state = TrainState(
         kl_coef=0.0 if kl is None else kl.coef, started=run.started, shared_images=search_shared_images(run)
@@ -80,14 +80,14 @@ async def _resumed(run: Run) -> TrainState:
     saved = run.resumed.state
     cut_unscored(run.folder, saved["unscored_bytes"])
     drop_samples(run.folder, after=run.resumed.step)
-    # of an earlier end, from which it goes on or back
+    # an earlier end of the run wrote it, and the run continues from there or from an earlier step
     (run.folder / SUMMARY_FILE).unlink(missing_ok=True)
-    # absolute: workers of a Ray cluster have another working directory
+    # absolute, since workers of a Ray cluster have a different working directory
     await run.policy.load(run.resumed.folder.absolute())
     restore_position(run, saved)
     state = TrainState.from_json(run.resumed.step, saved["train_state"], started=run.started)
     for damaged in run.resumed.passed_over:
-        run.progress.warn(f"{damaged} is damaged: it is passed over, and kept as {damaged.name}.damaged")
+        run.progress.warn(f"{damaged} is damaged: it is skipped, and kept as {damaged.name}.damaged")
     run.progress.print(f"resumed at step {state.step} from {run.resumed.folder}")
     for key, value in _pace(run.config).items():
         if key in saved["pace"] and saved["pace"][key] != value:
@@ -95,23 +95,23 @@ async def _resumed(run: Run) -> TrainState:
     await _limit_microbatches(run, state.microbatches)
     await run.weight_sync.sync(state.step)
     await pass_parity_gate(run, version=state.step)
-    # into this folder, where the checkpoint is another run's
+    # saves into this folder if the checkpoint came from another run
     await save_checkpoint(run, state)
     return state
 
 
 async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
-    """Begin with the micro-batches that fitted the memory in an earlier process of this run."""
+    """Begin with the micro-batch size that fitted the memory in an earlier process of this run."""
     setting, left = run.config.train.max_tokens_per_microbatch, left_limit(run.folder)
     known = [each.limit for each in (saved, left) if each is not None and each.setting == setting]
     limit = min(known, default=setting)
-    # a limit that equals the setting was left by a rank whose memory ran out beside its engine's
+    # a limit equal to the setting was left by a rank whose memory ran out while its engine held some
     if limit < setting or (left is not None and left.setting == setting):
         await run.policy.limit_microbatches(limit)
         if limit < setting:
             run.progress.print(
-                f"micro-batches have {limit} tokens at most, since memory ran out before this resume; another value of "
-                f"train.max_tokens_per_microbatch={setting} counts from then on"
+                f"micro-batches have {limit} tokens at most, since memory ran out before this resume; set "
+                f"train.max_tokens_per_microbatch={setting} to another value to replace this limit"
             )
         if run.config.rollout.engine.shares_weights:
             run.progress.print("the KV cache is freed before every update, since memory ran out before this resume")
@@ -148,14 +148,14 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
 
 
 async def _wake_with_weights(run: Run) -> SyncReport:
-    """Bring the weights of the warm-up to the engine, which sleeps during updates."""
+    """Send the weights of the warm-up to the engine, which sleeps during updates, and wake it."""
     sync = await run.weight_sync.sync(0)
     await run.engine.wake()
     return sync
 
 
 async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: Metrics) -> TrainState:
-    """Write metrics, dev accuracy and checkpoint of the step just taken; returns the next state."""
+    """Write metrics, dev accuracy and checkpoint of the step that was just taken; returns the next state."""
     await run.checkpoints.check()
     seconds, setting = run.phases.seconds(), run.config.train.max_tokens_per_microbatch
     state = replace(
@@ -196,31 +196,31 @@ def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
 
 
 async def _print_notes(run: Run, state: TrainState, metrics: Metrics) -> None:
-    """Print what a step had that the user may want to act on, such as a skipped update or a lost engine."""
+    """Print events of a step that the user may want to act on, such as a skipped update or a lost engine."""
     step, settings = state.step, run.config
     if state.retained.skipped_since == step:
         await run.checkpoints.finish()
         run.progress.warn(
-            f"step {step}: the update was skipped, since something in it is not finite; the checkpoint before it, "
-            f"{run.checkpoints.newest}, is kept: to go back there, delete the later ones and set resume=auto"
+            f"step {step}: the update was skipped, since it has values that are not finite; the checkpoint before it, "
+            f"{run.checkpoints.newest}, is kept: to go back to it, delete the later ones and set resume=auto"
         )
     if metrics.get("microbatch/out_of_memory"):
         run.progress.warn(
-            f"step {step}: memory ran out in the update, which began again with smaller micro-batches: of "
-            f"{metrics['microbatch/max_tokens']:.0f} tokens at most from here on, in place of "
+            f"step {step}: memory ran out in the update, which was repeated with smaller micro-batches, "
+            f"of {metrics['microbatch/max_tokens']:.0f} tokens at most from here on, in place of "
             f"train.max_tokens_per_microbatch={settings.train.max_tokens_per_microbatch}"
         )
     if lost := metrics.get("transfer/engines_lost"):
         run.progress.warn(
-            f"step {step}: {lost:.0f} of the engines had their process end or hang; the run goes on with those "
-            "that are left, which is slower; end it and set resume=auto to have all of them again"
+            f"step {step}: engines whose process ended or hung: {lost:.0f}; the run continues more slowly with the "
+            "others; stop it and set resume=auto to start all engines again"
         )
     for finding in run.findings_watch.new(step, metrics, settings.model_dump(mode="json")):
         run.progress.print(f"step {step}: {finding.text}")
 
 
 async def save_checkpoint(run: Run, state: TrainState) -> None:
-    """Save a checkpoint from which `begin` resumes exactly; it is written while the run goes on."""
+    """Save a checkpoint from which `begin` resumes exactly; it is written in the background."""
     saved = {
         **position_of(run),
         "train_state": state.to_json(),
@@ -235,7 +235,7 @@ async def save_checkpoint(run: Run, state: TrainState) -> None:
 
 
 def _pace(config: Config) -> dict[str, Any]:
-    """The settings that a resumed run may have changed and that change its figures from there on, by their keys."""
+    """Settings, by key, that may change on resume and then affect the results of the run."""
     train, critic = config.train, config.algorithm.critic
     rates = ("learning_rate", "vision_tower_learning_rate", "projector_learning_rate")
     keys = (*rates, "max_grad_norm", "weight_decay", "lr_warmup_steps", "lr_schedule", "final_lr_frac")
@@ -243,16 +243,16 @@ def _pace(config: Config) -> dict[str, Any]:
     if critic is not None:
         pace["algorithm.advantage.critic.learning_rate"] = critic.learning_rate
     if train.lr_schedule != "constant":
-        # where the schedule of the learning rate ends
+        # the step at which the learning-rate schedule ends
         pace["max_steps"] = config.max_steps
     return pace
 
 
 @asynccontextmanager
 async def closing(run: Run) -> AsyncIterator[None]:
-    """Close the services and files of a run on every way out."""
+    """Close the services and files of a run at the end of the block, however it ends."""
     async with AsyncExitStack() as stack:
-        # closed in the opposite order, each of them whatever becomes of the others
+        # closed in reverse order, each one even if closing another fails
         stack.enter_context(run.held)
         stack.callback(run.stream.grading.close)
         stack.push_async_callback(run.policy.close)
@@ -263,8 +263,8 @@ async def closing(run: Run) -> AsyncIterator[None]:
             with leaving_limit(run.folder, run.config.train.max_tokens_per_microbatch):
                 yield
         except Exception:
-            # an error of the run ends it, whatever becomes of the checkpoint before it: a worker that waits in a
-            # collective call, which the others have left, would never say that its part is written
+            # an error ends the run even if the last checkpoint cannot be finished: a worker that waits in a collective
+            # call, which the others have left, would never report its part as written
             with suppress(FoveaError, TimeoutError):
                 async with asyncio.timeout(ENDING_SECONDS):
                     await run.checkpoints.finish()
@@ -273,29 +273,29 @@ async def closing(run: Run) -> AsyncIterator[None]:
 
 
 def stopping(run: Run) -> AbstractContextManager[Stop]:
-    """Handle the signals that end a run within the block, and its time limit."""
+    """Handle the signals that end a run, and its time limit, within the block."""
     return ending_signals(Stop(run.config.max_hours, run.started - run.spent_seconds))
 
 
 async def end_early(run: Run, state: TrainState, stop: Stop) -> NoReturn:
-    """Save a run that a signal or its time limit ends, print where it can go on, and end it.
+    """Save a run that a signal or its time limit ends, print how to resume it, and end it.
 
-    With `evaluate.after_max_hours` it is evaluated first if the time limit ends it.
+    If the time limit ends it, `evaluate.after_max_hours` evaluates it first.
     """
     reason = stop.reason
     await save_last(run, state)
     _print_hints(run)
-    run.progress.print(f"{reason}: saved at step {state.step}; run_dir={run.folder} resume=auto goes on from here")
+    run.progress.print(f"{reason}: saved at step {state.step}; run_dir={run.folder} resume=auto continues from here")
     if stop.received is None and run.config.evaluate.after_max_hours:
         with stop.at_once():
-            # the loop that draws ahead may have dropped what these weights were to draw
+            # the asynchronous loop may have dropped its rollouts before it sent these weights to the engines
             await run.weight_sync.sync(state.step)
             await finish(run, state)
     stop.end()
 
 
 async def save_last(run: Run, state: TrainState) -> None:
-    """Write the last checkpoint of this process, and wait until it is there."""
+    """Write the last checkpoint of this process, and wait until it is complete."""
     await save_checkpoint(run, state)
     await run.checkpoints.finish()
 
@@ -303,7 +303,7 @@ async def save_last(run: Run, state: TrainState) -> None:
 async def finish(run: Run, state: TrainState) -> Summary:
     """End a saved run: test evaluation with image ablations, summary.json, report.html, printed tables.
 
-    TrainError where it has skipped every update, and so learned nothing.
+    TrainError if every update was skipped, so that the run learned nothing.
     """
     if state.retained.skipped_since == 1:
         raise TrainError(
@@ -340,13 +340,13 @@ async def finish(run: Run, state: TrainState) -> Summary:
 
 
 def _print_hints(run: Run) -> None:
-    """Print the advice of the whole run again at its end, and why it collapsed or does not move, where it does."""
+    """Print all hints of the run again at its end, with findings such as a collapse or a lack of progress."""
     for hint in [*read_hints(run.folder), *(finding.text for finding in ViewedRun(run.folder).findings())]:
         run.progress.print(hint)
 
 
 async def measure_parity(run: Run) -> ParityResult:
-    """Measure the parity of a run that was built only for this, and close it."""
+    """Measure the parity of a run that was built only for this, and close the run."""
     async with closing(run):
         await run.weight_sync.sync(0)
         return await read_parity(run, 0)

@@ -1,6 +1,6 @@
-"""The largest micro-batches that fitted the memory, which a run keeps beyond its process.
+"""The largest micro-batches that fitted the memory, which a run remembers across restarts.
 
-One process halves them and goes on. One of several ranks cannot: the run ends, and leaves the size in a file.
+A single process halves them and continues. One of several ranks cannot: the run ends, and leaves the size in a file.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ MICROBATCHES_FILE = "microbatches.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchTokens:
-    """The largest micro-batch in effect, in tokens."""
+    """The size limit of micro-batches, in tokens."""
 
     setting: int
-    """`train.max_tokens_per_microbatch` at that time. With another value a run begins anew, from that one."""
+    """Value of `train.max_tokens_per_microbatch` at that time. If it has changed since, the limit no longer applies."""
     limit: int
-    """The setting, or less once memory ran out."""
+    """The limit in effect: the setting, or less after memory ran out."""
 
 
 @contextmanager
 def leaving_limit(folder: Path, setting: int) -> Iterator[None]:
-    """A block of a run that leaves a smaller limit in the run's folder when memory runs out on one of several ranks."""
+    """Within the block, write a smaller limit into the run's folder when memory runs out on one of several ranks."""
     try:
         yield
     except MicrobatchMemoryError as error:
@@ -41,7 +41,7 @@ def leaving_limit(folder: Path, setting: int) -> Iterator[None]:
 
 
 def left_limit(folder: Path) -> MicrobatchTokens | None:
-    """The limit that an attempt has left in the run's folder; None if none has."""
+    """The limit that an earlier attempt left in the run's folder; None if there is none."""
     file = folder / MICROBATCHES_FILE
     if not file.exists():
         return None
@@ -49,4 +49,4 @@ def left_limit(folder: Path) -> MicrobatchTokens | None:
         left = MicrobatchTokens(**json.loads(read_file(file, within=folder)))
         return MicrobatchTokens(setting=int(left.setting), limit=int(left.limit))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise DataError(f"{file} holds no size of micro-batches ({error}); delete the file") from error
+        raise DataError(f"{file} is not a valid record of a micro-batch size ({error}); delete the file") from error

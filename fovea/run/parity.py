@@ -2,9 +2,9 @@
 
 Two computations of a log-prob differ by rounding: about 0.03 on average between two engines in bfloat16. A mean of 0.7,
 or a difference only on prompts with images, means wrong positions: such a run trains on noise or collapses days later.
-How large a difference is depends on the model, so that the trainer also scores the tokens under known faults
-(`run.parity_faults`). The gate takes rows outside of the data order, and leaves the run unchanged. Axes: `A` action
-tokens of a group.
+Whether a difference is large depends on the model, so the trainer also scores the tokens with known faults applied
+(`run.parity_faults`). The gate reads rows without advancing the data order, and leaves the run unchanged. Axes: `A`
+action tokens of a group.
 """
 
 from __future__ import annotations
@@ -56,26 +56,26 @@ from fovea_gym.utils.files import json_number, write_atomically
 
 PARITY_FILE = "parity.json"
 MAX_SEARCH_SECONDS = 300.0
-"""Time for finding usable training rows, long where hosts of images do not answer; those found by then are all."""
+"""Longest search for usable training rows, which is slow if hosts of images do not answer."""
 K3_FACTOR = 4
-"""Largest k3, as a multiple of its value d^2 / 2 where all tokens differ by the largest mean difference d: a few tokens
-that are far off move it more than the mean."""
+"""Largest allowed k3, as a multiple of d^2 / 2, which is k3 if every token differs by the largest allowed mean d. A few
+tokens that are far off raise k3 more than the mean."""
 SAMPLES_PER_PROMPT = 2
-"""Completions per prompt: the smallest group, so that completions share a prompt as in a rollout."""
+"""Completions per prompt: the smallest number that shares a prompt, as completions of a rollout do."""
 _UNSCORED, _ZEROS = Score(reward=0.0, accuracy=0.0), (0.0,) * SAMPLES_PER_PROMPT
 MAX_NEW_TOKENS = 32
-"""Longest completion of the check, in tokens: a fault shows within a few, and the start of a run waits for all."""
+"""Longest completion of the gate, in tokens: a fault shows within a few, and the start of the run waits for all."""
 SYNC_PROMPTS = 4
-"""Prompts that are compared after a weight sync: two rows, with and without their images."""
+"""Number of prompts to compare after a weight sync: two rows, each with and without its images."""
 GROSS_FACTOR = 5
-"""Multiple of the limit that two sound computations by the same weights do not reach."""
+"""Multiple of the limit that two correct computations with the same weights never reach."""
 MAX_NAMED = 3
 MIN_SAMPLES = 16
-"""Completions of a step that are compared under faults: with a token each, enough for the sign test."""
+"""Fewest completions of a step to compare with faults: even with one token each, enough for the sign test."""
 
 
 async def read_parity(run: Run, version: int) -> ParityResult:
-    """Sample completions from the engine, and compare their log-probs with the policy's, sound and under faults."""
+    """Sample completions from the engine, and compare their log-probs with the policy's, as it is and with faults."""
     settings = run.config.parity
     prompts = usable_prompts(
         run.sources.train,
@@ -94,7 +94,7 @@ async def read_parity(run: Run, version: int) -> ParityResult:
 
 
 def _say_failures(run: Run, sessions: SessionLog) -> None:
-    """Print how many sessions of the gate failed, and why; SessionError where all did."""
+    """Print how many sessions of the gate failed, and why; SessionError if all failed."""
     failures = sessions.failures
     if not failures:
         return
@@ -106,7 +106,7 @@ def _say_failures(run: Run, sessions: SessionLog) -> None:
 
 
 async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[ParityResult, Sequence[Array]]:
-    """The engine's log-probs beside the policy's, sound and under faults; also the sound ones [A] of each group."""
+    """Compare engine and policy, as they are and with faults; also returns the policy's own log-probs [A] by group."""
     model = run.config.model
     packed = run.has_fast_path and model.fast_path == "auto" and run.config.train.backend.name == "torch"
     faults = list(faulty_groups(groups, run.image_token_id, packed=packed))
@@ -120,7 +120,10 @@ async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[Parit
 
 
 async def read_synced_parity(run: Run, version: int) -> ParityResult:
-    """Compare log-probs of a few completions after a weight sync, also with the policy's before it on tokens drawn again."""
+    """Compare log-probs of a few completions after a weight sync, also with those of the weights before it.
+
+    The weights before it are compared on the tokens that the engine sampled both times.
+    """
     groups = await _draw(run, run.taken_sync.prompts, version, as_for_update=False)
     sound = await _score(run, groups)
     stale = run.taken_sync.beside(groups, sound)
@@ -139,9 +142,9 @@ async def _draw(
     as_for_update: bool,
     sessions: SessionLog | None = None,
 ) -> list[SampleGroup]:
-    """Sample completions of all prompts concurrently, as in a rollout; those with images to the end of their episodes.
+    """Sample completions of all prompts concurrently, as in a rollout; prompts with images run whole episodes.
 
-    `as_for_update`: on the engine's path for completions to train on, whose recorded activations a weight sync frees.
+    `as_for_update`: use the engine's path for training completions, whose recorded activations a weight sync frees.
     """
     several_turns = run.environment.max_turns > 1
     sampling = training_sampling(run.config, run.environment)  # approximate weights included
@@ -167,7 +170,7 @@ async def _draw(
                 talks.go_on(prompted.task, session_seed(request, number), firsts[number], speaker, (index, number))
                 for number, speaker in enumerate(speakers)
             )
-            # of an episode whose session failed, the turns before that
+            # if a session failed, the episode has the turns before the failure
             turns = [each.turns for each in found]
         episodes = tuple(Episode(task=prompted.task, turns=each, score=_UNSCORED) for each in turns)
         return _recomputed(sample_group(Group(prompt=prompted.prompt, episodes=episodes), _ZEROS, _ZEROS))
@@ -176,7 +179,7 @@ async def _draw(
 
 
 def _recomputed(group: SampleGroup) -> SampleGroup:
-    """The group's samples on the pictures that the engine had, without old log-probs and recorded activations."""
+    """The group's samples on the unaugmented images, without old log-probs and recorded activations."""
     drawn = [sample for sample in group.samples if not sample.is_noisy]
     samples = [replace(sample, completion_ids=(), old_logprobs_T=None, masked_logprobs_T=None) for sample in drawn]
     return replace(group, samples=tuple(samples), masked=None)
@@ -196,7 +199,7 @@ async def _score(run: Run, groups: Sequence[SampleGroup]) -> list[Array]:
 
 def parity_table(result: ParityResult) -> Table:
     """Table of a parity result, one row per kind of prompt."""
-    title = Text(f"{result.model}: the {result.engine} engine against the trainer")  # a name is text, not markup
+    title = Text(f"{result.model}: the {result.engine} engine against the trainer")  # Text: names are not rich markup
     table = Table(title=title, title_justify="left")
     for header in ("prompts", "tokens", "mean abs", "max abs", "k3", "worst token"):
         table.add_column(header, justify="left" if header in ("prompts", "worst token") else "right")
@@ -252,7 +255,7 @@ def _tokens(token_text: Callable[[int], str], group: SampleGroup, sound_A: Array
 
 
 def kind_mismatch(kind: PromptKind, prompts: int, tokens: Sequence[SampledToken]) -> KindMismatch:
-    """Parity over these tokens."""
+    """Compute the mismatch over these tokens."""
     mismatch = Mismatch.of([token.engine_logprob for token in tokens], [token.trainer_logprob for token in tokens])
     return KindMismatch(
         kind=kind,
@@ -265,7 +268,7 @@ def kind_mismatch(kind: PromptKind, prompts: int, tokens: Sequence[SampledToken]
 
 
 def summary_line(result: ParityResult) -> str:
-    """One line about a parity result: the verdict, with the difference that it is about."""
+    """One line about a parity result: the verdict and the measured difference."""
     verdict = "agree" if result.passed else "differ"
     broken = result.violation
     if broken is not None and result.worst.mean_abs <= result.limit:
@@ -298,21 +301,21 @@ def _kind_json(kind: KindMismatch) -> dict[str, object]:
 
 
 async def pass_parity_gate(run: Run, version: int) -> None:
-    """Measure parity, write parity.json and print one line; ParityError beyond the limit."""
+    """Measure parity, write parity.json and print one line; ParityError if a rule of the gate is broken."""
     if run.config.parity.prompts == 0:
         return
     run.progress.stage("comparing the log-probs of engine and trainer")
     result = await read_parity(run, version)
     write_atomically(run.folder / PARITY_FILE, _json(result, step=version).encode())
     run.progress.print(summary_line(result))
-    # a weight sync frees the activations that the engine recorded of these completions
+    # a weight sync frees the activations that the engine recorded for these completions
     await run.weight_sync.sync(version)
     if not result.passed:
         raise ParityError(parity_failure(result))
 
 
 async def check_sync(run: Run, sync: SyncReport) -> None:
-    """Compare log-probs of two rows after a weight sync to an engine that holds a copy of the weights; ParityError."""
+    """Compare log-probs of two rows after a weight sync, if the engine holds a copy of the weights; ParityError."""
     if not sync.bytes_copied or not run.taken_sync.prompts:
         return
     with run.phases("parity"):
@@ -321,10 +324,10 @@ async def check_sync(run: Run, sync: SyncReport) -> None:
     floor = FLOOR_FRAC[run.config.model.dtype] * run.config.parity.max_abs_logprob_diff
     if stale is not None and stale.found and stale.sound.mean_abs > floor:
         raise ParityError(
-            f"after the weight sync of version {sync.version}, log-probs of the {run.engine.name} engine and of the trainer "
-            f"differ by {stale.sound.mean_abs:.2g} on images that the engine has seen before, and by "
-            f"{stale.faulty.mean_abs:.2g} on the same images as new ones: it keeps features of images from older "
-            "weights of the vision tower. Empty its cache of image features with each weight sync (vLLM: "
+            f"after the weight sync of version {sync.version}, log-probs of the {run.engine.name} engine and of the "
+            f"trainer differ by {stale.sound.mean_abs:.2g} on images that the engine has seen before, and by "
+            f"{stale.faulty.mean_abs:.2g} where the same images are new to it: it still uses image features of older "
+            "weights of the vision tower. Clear its cache of image features at each weight sync (vLLM: "
             "reset_encoder_cache), or set model.freeze_vision_tower=true"
         )
     if result.sync_violation is not None:
@@ -332,9 +335,9 @@ async def check_sync(run: Run, sync: SyncReport) -> None:
 
 
 async def _read_features(run: Run, version: int) -> FaultMismatch | None:
-    """How far the policy is from the engine on images that it has seen before, and on the same images as new ones.
+    """Compare policy and engine on images that the engine has seen before, and on the same images made new to it.
 
-    An engine with features from before a weight sync is far off on the former only. None without images.
+    An engine that still uses features from before a weight sync is far off on the former only. None without images.
     """
     seen = [each for each in run.taken_sync.prompts if each[1].prompt.images]
     unseen = [(kind, replace(row, prompt=as_new(row.prompt, version))) for kind, row in seen]
@@ -346,23 +349,23 @@ async def _read_features(run: Run, version: int) -> FaultMismatch | None:
         mismatches.append(
             np.concatenate(await _score(run, groups)) - np.concatenate(list(map(engine_logprobs, groups)))
         )
-    # tokens of two draws may differ, so that their mismatches are compared pair by pair
+    # the two rollouts may sample different tokens, so mismatches are paired by position
     pairs_2A = np.array(list(zip(*mismatches, strict=False))).T
     return FaultMismatch.of("known images", [(np.zeros_like(pairs_2A[0]), pairs_2A[0], pairs_2A[1])])
 
 
 async def check_rollout(run: Run, step: int, batch: Batch, metrics: Metrics) -> None:
-    """Look for a known fault in a step whose completions are far from the trainer before its update; ParityError.
+    """Look for a known fault if the rollout's log-probs were far from the trainer's before the update; ParityError.
 
-    Older weights, int8 decoding and chance move log-probs too: the run stops where a fault is found, or where the
-    weights were the same and the difference is far beyond the limit of the gate. Else it warns and goes on.
+    Older weights, int8 decoding and chance move log-probs too. The run stops if a fault is found, or if the weights
+    were the same and the difference is far beyond the limit of the gate. Otherwise it warns and continues.
     """
     settings = run.config.parity
     oldest = min((version for sample in batch.samples for version in sample.versions), default=step)
     staleness = max(step - oldest, 0)
     allowed = run.rollout_mismatch.allowed(settings.max_abs_logprob_diff, staleness=staleness)
     found = metrics.get("mismatch_trained/abs", 0.0)
-    # not at NaN: such an update is skipped
+    # also returns for NaN: such an update is skipped
     if settings.prompts == 0 or not found > allowed:
         return
     with run.phases("parity"):
@@ -376,18 +379,18 @@ async def check_rollout(run: Run, step: int, batch: Batch, metrics: Metrics) -> 
     if likely or is_gross:
         cause = f"The engine seems to have this fault: {likely.text}. " if likely else nearest_fault(result)
         raise ParityError(
-            f"{differ}; before the first step they agreed. {cause}Look at what rollouts do otherwise than the parity "
-            "gate, then set resume=auto to go on from the last checkpoint"
+            f"{differ}; they agreed before the first step. {cause}Find out what rollouts do differently from the "
+            "parity gate, then set resume=auto to continue from the last checkpoint"
         )
     run.rollout_mismatch.explained(found, staleness=staleness)
     run.progress.warn(
-        f"{differ}. {nearest_fault(result) or 'No known fault explains it. '}The run goes on, and looks again where "
-        "the difference has doubled; a lower train.learning_rate or rollout.max_staleness_steps makes it smaller"
+        f"{differ}. {nearest_fault(result) or 'No known fault explains it. '}The run continues, and checks again when "
+        "the difference has doubled; a lower train.learning_rate or rollout.max_staleness_steps reduces it"
     )
 
 
 def _to_compare(groups: Sequence[SampleGroup], num_prompts: int) -> list[SampleGroup]:
-    """A few groups of a step, those with images first; more where each has too few samples for a sign test."""
+    """A few groups of a step, with images first; more groups if they have too few samples for a sign test."""
     with_images_first = sorted(groups, key=lambda group: kind_of(group) == "without images")
     num_samples = np.cumsum([len(group.samples) for group in with_images_first])
     enough = int(np.searchsorted(num_samples, MIN_SAMPLES)) + 1

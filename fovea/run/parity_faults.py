@@ -1,10 +1,10 @@
 """Known faults of engines, imitated in the samples that the trainer scores: their images, positions and image tokens.
 
-Engines and trainers have been released with each of them, and none raises an error there. The weights from before a
-sync cannot be imitated in a batch. But the policy has scored what the engine drew with them (`TakenSync`), and a
-request of the same seed draws the same tokens from the same weights.
+Engines and trainers have been released with each of these faults, and none of them raises an error. Stale weights, from
+before a weight sync, cannot be imitated in a batch. But the policy has scored the completions that the engine sampled
+with them (`TakenSync`), and a request with the same seed samples the same tokens from the same weights.
 
-Axes: `A` action tokens of a group or a sample, `L` token ids of a text, `K` those that a fault keeps or repeats.
+Axes: `A` action tokens of a group or a sample, `L` token ids of a text, `K` token ids that a fault keeps or repeats.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fovea_gym.types import ImageRef, Message
 
 PromptKind = Literal["with images", "without images"]
 MAX_ROWS_TRIED = 1000
-"""Training rows that are tried before giving up on bad ones."""
+"""Training rows that are tried before giving up."""
 
 
 def usable_prompts(
@@ -38,9 +38,10 @@ def usable_prompts(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[tuple[PromptKind, PromptedTask]]:
-    """Prompts of the first `num_rows` usable training rows found in time, with and without images; DataError for none.
+    """Find the first `num_rows` usable training rows; returns their prompts with and without images.
 
-    `say` gets a line for every row that cannot be used.
+    `say` gets a line for every row that cannot be used. Returns the rows found within `max_seconds`; DataError if there
+    is none.
     """
     prompts = list[tuple[PromptKind, PromptedTask]]()
     rows, tried, end, last_error = 0, 0, clock() + max_seconds, ""
@@ -49,9 +50,9 @@ def usable_prompts(
             task = source.tasks[tried]
             whole, bare = source.render(task), source.render(task, without_images(environment.prompt(task)))
         except DataError as error:
-            # not reported as bad here: the run does so when its data order comes to them
+            # not reported as a bad row here: the run does that when its data order reaches the row
             last_error = str(error)
-            say(f"parity gate: {rows} of {num_rows} rows found among {tried + 1} tried; {last_error}")
+            say(f"parity gate: found {rows} of {num_rows} usable rows among {tried + 1} tried; {last_error}")
         else:
             # later turns may have images too
             prompts += [("with images", whole)] if whole.prompt.images or environment.max_turns > 1 else []
@@ -60,7 +61,7 @@ def usable_prompts(
         tried += 1
     if not prompts:
         within = f" within {max_seconds:g} s" if clock() >= end else ""
-        raise DataError(f"none of the first {tried} training rows can be used{within}, the last one: {last_error}")
+        raise DataError(f"none of the first {tried} training rows can be used{within}; the last error: {last_error}")
     return prompts
 
 
@@ -78,20 +79,20 @@ Images: TypeAlias = tuple[PromptImage, ...]
 Fault: TypeAlias = Callable[[SampleGroup], SampleGroup]
 ImageFault: TypeAlias = Callable[[PromptImage], PromptImage]
 TextFault: TypeAlias = Callable[[Ids, Images], tuple[Ids, Images]]
-"""Index [K] of the tokens of a text that a fault keeps, and the text's images with the fault."""
+"""Maps a text and its images to the index [K] of the tokens that the fault keeps, and to the images with the fault."""
 PIXEL_MEAN = PIXEL_STD = 0.5
-"""Normalisation of Qwen3-VL's image processor; that of the other families is near it."""
+"""Normalisation of Qwen3-VL's image processor; other families use similar values."""
 GREY = 1e-30
-"""Normalised value of a grey pixel: too little for norms to blow up, but not 0, which is padding for Idefics 3."""
+"""Normalised value of a grey pixel: too small for norms to blow up, but not 0, which means padding in Idefics 3."""
 
 
 def faulty_groups(
     groups: Sequence[SampleGroup], image_token_id: int, *, packed: bool = True
 ) -> Iterator[tuple[str, int, SampleGroup]]:
-    """Every group that a fault changes: the fault's name, the group's index, and the group with the fault.
+    """Yield every group that a fault changes: the fault's name, the group's index, and the group with the fault.
 
-    `packed`: the trainer packs rows and makes their positions; transformers' and Megatron's positions want marks around
-    each image.
+    `packed`: the trainer packs rows and computes their positions; transformers and Megatron compute positions that need
+    the start and end tokens around each image.
     """
     for name, fault in _faults(groups, image_token_id, packed=packed).items():
         for index, group in enumerate(groups):
@@ -101,7 +102,7 @@ def faulty_groups(
 
 
 def _faults(groups: Sequence[SampleGroup], image_token_id: int, *, packed: bool) -> dict[str, Fault]:
-    """Every fault by its name; groups to which it does not apply keep their images."""
+    """Every fault by its name; a fault leaves groups to which it does not apply unchanged."""
     in_prompts = [image for group in groups for image in group.prompt.images]
     in_later_turns = [image for group in groups for sample in group.samples for image in sample.images]
     before = _images_before(in_later_turns) | _images_before(in_prompts)
@@ -140,7 +141,7 @@ def _faults(groups: Sequence[SampleGroup], image_token_id: int, *, packed: bool)
 
 def _in_images(name: str, fault: ImageFault, group: SampleGroup) -> SampleGroup:
     def all_of(images: Images) -> Images:
-        # another key, by which features are cached and pixels are sent to other processes
+        # a new key, since features are cached and pixels are sent to other processes by key
         changed = [(image, fault(image)) for image in images]
         return tuple(old if new is old else replace(new, key=f"{old.key}, {name}") for old, new in changed)
 
@@ -174,13 +175,13 @@ def _with_pixels(image: PromptImage, change: Callable[[str, Pixels], Pixels]) ->
 
 
 def _halved(_: str, x: Pixels) -> Pixels:
-    """Each two pixels of a row by their mean; the last axis of patches and of images is the width."""
+    """Replace each pair of neighbouring pixels in a row by its mean; the width is the last axis."""
     halved: Pixels = x.reshape(*x.shape[:-1], -1, 2).mean(axis=-1).repeat(2, axis=-1)
     return halved
 
 
 def as_new(prompt: Prompt, version: int) -> Prompt:
-    """The prompt with images that no cache knows, by key or by pixels: one value is `1 + version` roundings off."""
+    """The prompt with images that no cache knows, by key or by pixels: one value is moved by `1 + version` ulps."""
 
     def nudged(_: str, x: Pixels) -> Pixels:
         changed = x.copy()
@@ -192,13 +193,13 @@ def as_new(prompt: Prompt, version: int) -> Prompt:
 
 
 def _images_before(images: Sequence[PromptImage]) -> dict[str, PromptImage]:
-    """The image before each different one, by key; the last one before the first."""
+    """Map the key of each distinct image to the image before it, and the first one to the last."""
     distinct = list({image.key: image for image in images}.values())
     return {image.key: distinct[index - 1] for index, image in enumerate(distinct)}
 
 
 def _doubled_spans(is_pad_L: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Index [K] that repeats every run of pads with its neighbours, which mark where an image begins and ends."""
+    """Index [K] that repeats every run of image tokens with the start and end tokens on both sides of it."""
     edges = np.flatnonzero(np.diff(is_pad_L.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
     parts, done = [], 0
     for begin, end in edges:
@@ -209,26 +210,26 @@ def _doubled_spans(is_pad_L: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 Array: TypeAlias = NDArray[np.float32]
 Columns: TypeAlias = tuple[Array, Array, Array]
-"""Log-probs [A] of the same tokens: the engine's, the trainer's, and those of a trainer with a fault."""
+"""Log-probs [A] of the same tokens: by the engine, by the trainer, and by a trainer with a fault."""
 
 
 @dataclass(slots=True)
 class TakenSync:
-    """Completions drawn after that weight sync, with the policy's log-probs of their tokens."""
+    """Completions sampled after the last checked weight sync, with the policy's log-probs of their tokens."""
 
     prompts: Sequence[tuple[PromptKind, PromptedTask]] = ()
-    """Prompts to draw from after each weight sync; empty before the gate, and without one."""
+    """Prompts to sample from after each weight sync; empty before the parity gate, and without one."""
     version: int = 0
     _tokens: list[tuple[NDArray[np.int64], Array]] = field(default_factory=list)
-    """Ids [A] and log-probs [A] of each sample's actions."""
+    """Token ids [A] and log-probs [A] of each sample's actions."""
 
     def remember(self, version: int, groups: Sequence[SampleGroup], sound: Sequence[Array]) -> None:
-        """Take this weight sync for the last one that the engine has taken; `sound` are the policy's log-probs [A]."""
+        """Remember this weight sync as the last one that the engine took; `sound` holds the policy's log-probs [A]."""
         self.version = version
         self._tokens = list(_by_sample(groups, sound))
 
     def beside(self, groups: Sequence[SampleGroup], sound: Sequence[Array]) -> list[Columns]:
-        """Log-probs after a later weight sync, beside those of the remembered sync on the tokens that both have drawn."""
+        """Log-probs after a later weight sync and after the remembered one, for the tokens sampled both times."""
         engine = [engine_logprobs(group) for group in groups]
         after = zip(_by_sample(groups, engine), _by_sample(groups, sound), strict=True)
         columns = list[Columns]()
@@ -244,7 +245,7 @@ def engine_logprobs(group: SampleGroup) -> Array:
 
 
 def _by_sample(groups: Sequence[SampleGroup], values: Sequence[Array]) -> Iterator[tuple[NDArray[np.int64], Array]]:
-    """Ids [A] and values [A] of each sample's actions."""
+    """Token ids [A] and values [A] of each sample's actions."""
     for group, values_A in zip(groups, values, strict=True):
         ends = np.cumsum([sample.num_actions for sample in group.samples])
         for sample, of_sample_A in zip(group.samples, np.split(values_A, ends[:-1]), strict=True):
@@ -252,6 +253,6 @@ def _by_sample(groups: Sequence[SampleGroup], values: Sequence[Array]) -> Iterat
 
 
 def _num_equal(a_A: NDArray[np.int64], b_A: NDArray[np.int64]) -> int:
-    """Length of the common beginning of two lists of ids."""
+    """Length of the common prefix of two lists of token ids."""
     length = min(len(a_A), len(b_A))
     return int(np.argmin([*(a_A[:length] == b_A[:length]), False]))

@@ -19,16 +19,16 @@ def kind_of(group: SampleGroup) -> PromptKind:
 
 
 IMAGE_RATIO = 4.0
-"""Mean difference with images that is allowed per difference without, besides FLOOR_FRAC: in float32 both are rounding,
-of which one may be ten times the other, and in bfloat16 a text of few likely tokens is nearly exact."""
+"""Allowed ratio of the mean differences with and without images, plus FLOOR_FRAC: in float32 both are rounding, and one
+may be ten times the other; in bfloat16 a text of a few likely tokens is nearly exact."""
 FLOOR_FRAC = {"float32": 1e-3, "bfloat16": 0.1}
-"""Share of parity.max_abs_logprob_diff that is taken for rounding in a model of this dtype."""
+"""Share of parity.max_abs_logprob_diff that counts as rounding in a model of this dtype."""
 MEAN_FACTOR, K3_FACTOR = 3.0, 10.0
-"""A distance is clearly smaller than another by either of these; k3 grows with the square of a difference."""
+"""A mismatch is clearly smaller if its mean or its k3 is smaller by this factor; k3 grows with the square."""
 STALE_FACTOR = 2.0
-"""A fault is likely if the distance to it is smaller by this: both also hold what steps of training have moved."""
+"""A fault is likely if its mismatch is smaller by this factor: training steps after the sampling add to both."""
 FOUND_SIGMAS, RULED_OUT_SIGMAS = 4.0, 2.0
-"""A sign test over tokens has to agree with the mean, which may rest on one token."""
+"""A sign test over tokens has to agree with the mean, which a single token may dominate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,12 @@ class Mismatch:
 
     @staticmethod
     def of(engine: Sequence[float] | Array, trainer: Sequence[float] | Array) -> Mismatch:
-        # 64 bits, in which k3 of a rounding error of float32 is more than rounding
+        # float64, so that k3 of a float32 rounding error does not vanish in rounding itself
         engine_A, trainer_A = (torch.as_tensor(x, dtype=torch.float64) for x in (engine, trainer))
         return Mismatch(mean_abs=float((engine_A - trainer_A).abs().mean()), k3=float(k3(engine_A, trainer_A).mean()))
 
     def clearly_below(self, other: Mismatch) -> bool:
-        """True if this distance is smaller by a factor that chance does not explain."""
+        """True if this mismatch is smaller by a factor that chance does not explain."""
         return MEAN_FACTOR * self.mean_abs < other.mean_abs or K3_FACTOR * self.k3 < other.k3
 
 
@@ -55,7 +55,7 @@ class SampledToken:
     """One sampled token with the log-probs of engine and trainer."""
 
     row: str
-    """Id of its task."""
+    """Id of the token's task."""
     number: int
     """Position in the completion, from 1."""
     token_id: int
@@ -65,13 +65,13 @@ class SampledToken:
 
     @property
     def mismatch(self) -> float:
-        """Absolute difference; NaN, which exceeds any limit, where a side is not finite."""
+        """Absolute difference; infinite or NaN, which exceeds any limit, if a side is not finite."""
         return abs(self.engine_logprob - self.trainer_logprob)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindMismatch(Mismatch):
-    """Parity over all tokens sampled for one kind of prompt."""
+    """Mismatch over all tokens sampled for one kind of prompt."""
 
     kind: PromptKind
     prompts: int
@@ -81,9 +81,9 @@ class KindMismatch(Mismatch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultMismatch:
-    """The engine beside a trainer with a known fault, on the prompts that the fault changes.
+    """Comparison of the engine with the trainer and with a faulty trainer, on the prompts that the fault changes.
 
-    Its distances from the trainer as it is and from the one with the fault, and the number of tokens nearer to each.
+    `sound` and `faulty` are the two mismatches; `nearer_sound` and `nearer_fault` count tokens by the nearer trainer.
     """
 
     name: str
@@ -108,7 +108,7 @@ class FaultMismatch:
     def ruled_out(self) -> bool:
         """The engine is clearly nearer to the sound trainer: in the mean, and on more tokens than chance explains.
 
-        The few tokens that are compared after a weight sync rule it out if all say so.
+        The few tokens that are compared after a weight sync rule a fault out if none of them is nearer to it.
         """
         most = self.nearer_fault == 0 or self._sigmas <= -RULED_OUT_SIGMAS
         return self.sound.clearly_below(self.faulty) and most
@@ -120,29 +120,29 @@ class FaultMismatch:
 
     @property
     def likely(self) -> bool:
-        """The engine, perhaps of older weights, is nearer to the trainer with it: half as far, on many tokens."""
+        """The engine, perhaps with older weights, is nearer to the faulty trainer: by STALE_FACTOR, on many tokens."""
         return STALE_FACTOR * self.faulty.mean_abs < self.sound.mean_abs and self._sigmas >= FOUND_SIGMAS
 
     @property
     def text(self) -> str:
-        """Its name and both mean distances."""
+        """The fault's name and both mean differences."""
         with_it = f"{self.faulty.mean_abs:.2g} from a trainer with it"
         return f"{self.name} ({with_it}, {self.sound.mean_abs:.2g} from the trainer as it is)"
 
     @property
     def _sigmas(self) -> float:
-        """Sign test: the majority of tokens that are nearer to the fault, in its standard deviations under chance."""
+        """Sign test: the surplus of tokens nearer to the fault, in standard deviations under chance."""
         return (self.nearer_fault - self.nearer_sound) / math.sqrt(max(self.nearer_fault + self.nearer_sound, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """A rule that a result breaks."""
+    """A rule of the gate that a result breaks."""
 
     kind: KindMismatch
     """The kind of prompt that breaks it."""
     text: str
-    """Measured value, and what the rule allows."""
+    """The measured value and the limit of the rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ class ParityResult:
     model: str
     engine: str
     limit: float
-    """Largest mean absolute difference of a kind of prompt; `max_k3` is its largest k3."""
+    """Largest allowed mean absolute difference of a kind of prompt; `max_k3` is the largest allowed k3."""
     max_k3: float
     dtype: str
     kinds: tuple[KindMismatch, ...]
@@ -165,7 +165,7 @@ class ParityResult:
 
     @property
     def violation(self) -> Violation | None:
-        """The first broken rule, of those on mean, k3, known faults and images; None if both sides are sound."""
+        """The first broken rule on mean, k3, known faults or images; None if engine and trainer agree."""
         return self._mean_violation() or self._k3_violation() or self._fault_violation() or self._image_violation()
 
     @property
@@ -174,22 +174,22 @@ class ParityResult:
 
     @property
     def sync_violation(self) -> Violation | None:
-        """The first broken rule of those that a few tokens can tell: on the mean, and on known faults."""
+        """The first broken rule that a few tokens can decide: on the mean, or on known faults."""
         return self._mean_violation() or self._fault_violation()
 
     def _mean_violation(self) -> Violation | None:
         kind = self.worst
         if kind.mean_abs <= self.limit:
             return None
-        text = f"differ by {kind.mean_abs:.3g} on average, and parity.max_abs_logprob_diff={self.limit:g}"
+        text = f"differ by {kind.mean_abs:.3g} on average; the limit is parity.max_abs_logprob_diff={self.limit:g}"
         return Violation(kind=kind, text=text)
 
     def _k3_violation(self) -> Violation | None:
-        """Few tokens that are far off, which a mean hides: most tokens of a trained model are nearly certain."""
+        """A few tokens that are far off, which the mean hides: most tokens of a trained model are nearly certain."""
         kind = max(self.kinds, key=lambda kind: nan_as_infinity(kind.k3))
         if kind.k3 <= self.max_k3:
             return None
-        limit = f"parity.max_abs_logprob_diff={self.limit:g} stands for up to {self.max_k3:.3g}"
+        limit = f"parity.max_abs_logprob_diff={self.limit:g} allows up to {self.max_k3:.3g}"
         return Violation(kind=kind, text=f"have a k3 of {kind.k3:.3g}, and {limit}")
 
     @property
@@ -202,13 +202,11 @@ class ParityResult:
         found = [fault for fault in self.doubtful if fault.found]
         if not found:
             return None
-        text = (
-            f"differ by {found[0].sound.mean_abs:.3g} on average, and by {found[0].faulty.mean_abs:.2g} under a fault"
-        )
+        text = f"differ by {found[0].sound.mean_abs:.3g} on average, and by {found[0].faulty.mean_abs:.2g} with a fault"
         return Violation(kind=self.worst, text=text)
 
     def _image_violation(self) -> Violation | None:
-        """Images that are treated differently, where this may be one of the faults: they move the tokens as little."""
+        """A difference that is larger with images, unless all known faults are ruled out."""
         by_kind = {kind.kind: kind for kind in self.kinds}
         images, text = by_kind.get("with images"), by_kind.get("without images")
         if images is None or text is None or (self.faults and not self.doubtful):
@@ -220,31 +218,32 @@ class ParityResult:
         seen = f"differ by {images.mean_abs:.3g} on average, and by {text.mean_abs:.2g} without images"
         return Violation(
             kind=images,
-            text=f"{seen}; {allowed:.2g} is allowed, {IMAGE_RATIO:g} times that and {frac:g} of "
+            text=f"{seen}; {allowed:.2g} is allowed: {IMAGE_RATIO:g} times that plus {frac:g} of "
             f"parity.max_abs_logprob_diff={self.limit:g}",
         )
 
 
 def nan_as_infinity(value: float) -> float:
-    """The value as it is ordered among results."""
+    """The value for comparisons, with NaN as infinity."""
     return math.inf if math.isnan(value) else value
 
 
 def parity_failure(result: ParityResult) -> str:
-    """Error message of a result that breaks a rule."""
+    """Error message for a result that breaks a rule."""
     broken = result.sync_violation or result.violation
     assert broken is not None, "no rule is broken"
     kind, token = broken.kind, broken.kind.worst
     return (
         f"{result.model}: on prompts {kind.kind} the log-probs of the {result.engine} engine and of the trainer "
-        f"{broken.text}; worst is token {token.text!r} (id {token.token_id}), number {token.number} of a completion of "
-        f"{token.row}: {token.engine_logprob:.3f} in the engine, {token.trainer_logprob:.3f} in the trainer. "
+        f"{broken.text}; the worst token is {token.text!r} (id {token.token_id}), number {token.number} of a "
+        f"completion of {token.row}: {token.engine_logprob:.3f} in the engine, {token.trainer_logprob:.3f} in the "
+        "trainer. "
         f"{nearest_fault(result)}{_likely_fix(result, broken)}"
     )
 
 
 def nearest_fault(result: ParityResult) -> str:
-    """Sentence about the fault that is nearest to the engine; empty if the trainer as it is is nearer than any."""
+    """Sentence about the fault that is nearest to the engine; empty if the sound trainer is nearer than all faults."""
     nearest = next(iter(result.doubtful), None)
     if nearest is None or not nearest.faulty.mean_abs < nearest.sound.mean_abs:
         return ""
@@ -254,15 +253,16 @@ def nearest_fault(result: ParityResult) -> str:
 
 def _likely_fix(result: ParityResult, broken: Violation) -> str:
     if result.engine.endswith("(int8 decoding)"):
-        return "Set rollout.engine.decode_weights=exact, or raise the limit to what importance_sampling_fix may correct"
+        return "Set rollout.engine.decode_weights=exact, or raise the limit to what importance_sampling_fix can correct"
     others = [kind for kind in result.kinds if kind.kind != broken.kind.kind]
     agree = all(kind.mean_abs <= result.limit and kind.k3 <= result.max_k3 for kind in others)
     if broken.kind.kind == "with images" and others and agree:
         return (
-            "Without images they agree: look at the positions of image tokens and at what encodes the images: does "
-            "the engine get them, has it loaded the weights of the vision tower, does it resize them as the trainer?"
+            "Without images they agree: look at the positions of image tokens and at the encoding of images. Does the "
+            "engine receive the images, has it loaded the weights of the vision tower, does it resize images as the "
+            "trainer does?"
         )
     return (
-        "Engine and trainer hold other weights, or one of them computes another model: compare both with transformers "
+        "Engine and trainer hold different weights, or compute different models: compare both with transformers "
         "(`fovea doctor RECIPE` measures again), or raise the limit for an engine that is known to be this inexact"
     )

@@ -1,4 +1,4 @@
-"""Sample records of a step: its first groups with images and turns, and per token what the update makes of them."""
+"""Sample records of a step: its first groups with images and turns, and the log-probs and advantage of each token."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from fovea_gym.types import Message
 TRACKER_MAX_PIXELS = 512 * 512
 """Largest number of pixels of an image for a tracker, whose server stores it for every recorded step."""
 MAX_TEXT_CHARS = 1000
-"""Of a question and of an answer in a caption."""
+"""Longest question and longest answer in a caption."""
 
 
 def tracked_samples(run_dir: Path, records: Iterable[AnsweredRow]) -> Sequence[TrackedSample]:
-    """The first image of each record that has one, of at most TRACKER_MAX_PIXELS each."""
+    """The first image of each record that has images, scaled to at most TRACKER_MAX_PIXELS."""
     with_images = ((record, read_image(run_dir, record.images[0].name)) for record in records if record.images)
     return [
         TrackedSample(image=_decoded(png), caption=_caption(record)) for record, png in with_images if png is not None
@@ -51,7 +51,7 @@ def _decoded(png: bytes) -> Image.Image:
 
 
 def _caption(record: AnsweredRow) -> str:
-    """The question, the truth, and the group's first answer: the best or worst would show another policy."""
+    """The question, the truth, and the group's first answer: the best or the worst would misrepresent the policy."""
     lines = [_cut(record.question), f"truth: {_cut(record.truth)}"]
     if len(record.images) > 1:
         lines.append(f"image 1 of {len(record.images)}")
@@ -66,21 +66,21 @@ def _cut(text: str) -> str:
 
 
 MAX_MESSAGE_CHARS, MAX_TOOL_CHARS = 50_000, 80
-"""Of a text in a message and of the name of a tool, both of which a tool or a model may have written."""
+"""Longest text of a message and longest tool name that are recorded; a tool or a model may have written either."""
 DECIMALS = 4
-"""Of log-probs and advantages in a record: a mismatch between engine and trainer that matters is far larger than 1e-4."""
+"""Decimals of recorded log-probs and advantages: a mismatch of engine and trainer that matters far exceeds 1e-4."""
 RECORDED_GROUPS = 4
-"""Groups of a recorded step, each with all of its answers."""
+"""Number of groups recorded in a step, each with all of its answers."""
 RECORDED_TOKENS = 1024
-"""Tokens of an answer that are recorded with log-probs and advantages, about 30 bytes each."""
+"""Number of tokens of an answer that are recorded with log-probs and advantages, about 30 bytes each."""
 Samples = Mapping[str, Sample]
-"""The samples of some groups, by the id of their first completion."""
+"""The samples of some groups, by the id of each sample's first completion."""
 
 
 async def record_samples(run: Run, step: int, groups: Sequence[Group], batch: Batch) -> None:
-    """Write the records of a step, where it is one whose samples are kept; before the update of its batch.
+    """Write the sample records of a step, if its number is due (`log.samples_every_steps`), before its update.
 
-    Of a run that drew ahead of its policy, the mismatch between engine and trainer holds the steps between them too.
+    If the run samples ahead of its policy, the mismatch of engine and trainer includes the steps between them.
     """
     settings = run.config.log
     if step > 1 and step % settings.samples_every_steps:
@@ -95,13 +95,13 @@ async def record_samples(run: Run, step: int, groups: Sequence[Group], batch: Ba
 
 
 async def _scored(run: Run, groups: Sequence[Group], batch: Batch) -> Samples:
-    """The samples of these groups with the trainer's log-probs as old ones, by a separate pass.
+    """The samples of these groups with the trainer's log-probs as old log-probs, computed by a separate pass.
 
-    The batch of the update stays as it is: with old log-probs in it, its loss would take its ratio to them.
+    The batch of the update stays unchanged: if it had old log-probs, the loss would take its ratio to them.
     """
     wanted = {episode.tokens[0].completion.id for group in groups for episode in group.episodes}
     of_groups = [each for each in (*batch.groups, *batch.left_out) if each.samples[0].completion_ids[0] in wanted]
-    # only the tokens: groups that the update leaves out have no advantages, and a pass wants all samples alike
+    # only the tokens: groups that the update leaves out have no advantages, and a pass needs uniform samples
     plain = replace_samples(Batch(groups=tuple(of_groups)), _tokens_alone)
     scored = await run.policy.compute_logprobs(plain, Needs(old_logprobs=True))
     samples = (sample for group in of_groups for sample in group.samples)
@@ -136,7 +136,7 @@ def _record(run: Run, group: Group, samples: Samples) -> AnsweredRow:
 
 
 def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedEpisode:
-    """The record of an episode with its images and tokens; what its length took from the reward is a separate part."""
+    """The record of an episode with its images and tokens; the overlong penalty becomes a separate reward part."""
     sample = samples.get(episode.tokens[0].completion.id)
     generated = [turn for turn in episode.turns if isinstance(turn, SampledTurn)]
     answer = recorded_episode(episode)
@@ -159,7 +159,7 @@ def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedEpisode:
 
 
 def _places(turns: Sequence[TurnTokens]) -> Iterator[slice]:
-    """Slice of each turn's completion in the tokens of its sample."""
+    """Yield the slice of each turn's completion in the tokens of its sample."""
     end = 0
     for number, turn in enumerate(turns):
         start = end + (turn.observation.num_tokens if number else 0)
@@ -182,7 +182,7 @@ def _rounded(values_T: NDArray[np.float32]) -> tuple[float, ...]:
 
 
 def _messages(run: Run, messages: Sequence[Message], seen: Sequence[PromptImage]) -> tuple[RecordedMessage, ...]:
-    """The messages with their images written to the run folder; `seen` are these as the model saw them, in order."""
+    """Record the messages, and write their images to the run folder; `seen` holds the images as the model saw them."""
     frames = iter(map(run.box_frame, seen))
     return tuple(
         RecordedMessage(

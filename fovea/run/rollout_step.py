@@ -30,25 +30,25 @@ class StepRollout:
     dropped: Sequence[Group]
     """Groups left out by dynamic sampling."""
     unscored: Sequence[str] = ()
-    """The reason for each group that was left out because it has no score."""
+    """One reason for each group that was left out because it has no score."""
     failed: Sequence[str] = ()
-    """The reason for each episode that was left out because its session failed."""
+    """One reason for each episode that was left out because its session failed."""
     metrics: Metrics
 
     @property
     def reward(self) -> float:
-        """Mean reward of all episodes; there must be one."""
+        """Mean reward of all episodes; there must be at least one."""
         rewards = [episode.score.reward for group in self.groups for episode in group.episodes]
         return sum(rewards) / len(rewards)
 
 
 async def sample_step(run: Run, step: int, phases: Phases) -> StepRollout:
-    """Roll out a step in its curriculum stage, one step after another: its rewards count for the stage of the next."""
+    """Roll out a step in its curriculum stage; steps run in order, since rewards decide the stage of the next step."""
     curriculum = run.stream.curriculum
     if (change := curriculum.begin_step(step)) is not None:
         run.progress.print(f"step {step}: {change}")
         run.stream.order.weigh_levels(curriculum.level_weights)
-    _prefill_metrics(run.engine)  # those of an evaluation
+    _prefill_metrics(run.engine)  # discard the counts of an evaluation
     rollout = await roll_out(run.engine, run.stream, run.config, step=step, phases=phases)
     metrics = rollout.metrics | curriculum.metrics() | run.sources.bad_rows.metrics()
     metrics |= _prefill_metrics(run.engine)
@@ -62,9 +62,9 @@ def _prefill_metrics(engine: Engine) -> Metrics:
 
 
 async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> StepRollout:
-    """Roll out `prompts_per_step` groups; with dynamic sampling that many of mixed accuracy, within `max_gen_batches`.
+    """Roll out `prompts_per_step` groups; with dynamic sampling, as many of mixed accuracy, within `max_gen_batches`.
 
-    Yu et al., DAPO, arXiv 2503.14476, section 3.2, by accuracy instead of reward.
+    Dynamic sampling follows Yu et al., DAPO, arXiv 2503.14476, section 3.2, but with accuracy instead of reward.
     """
     sessions = SessionLog()
     sample_batch = partial(_sample_batch, engine, stream, config, sessions, phases, step)
@@ -92,7 +92,7 @@ async def _sample_batch(
     step: int,
     num_before: int,
 ) -> tuple[list[Group], list[str]]:
-    """The scored groups of one batch, and the reasons of those that were left out."""
+    """Sample one batch; returns its scored groups, and one reason for each group that was left out."""
     rollout, unscored = config.rollout, list[str]()
     with phases("data"):
         prompted = stream.source.take(stream.order, rollout.prompts_per_step)
@@ -119,7 +119,7 @@ async def _sample_batch(
 
 
 SampleBatch: TypeAlias = Callable[[int], Awaitable[tuple[list[Group], list[str]]]]
-"""Draws a batch of a step, after so many groups of it."""
+"""Samples a further batch of a step, given the number of groups before it."""
 
 
 async def _roll_out(stream: TaskStream, config: Config, sample_batch: SampleBatch) -> StepRollout:
@@ -127,7 +127,7 @@ async def _roll_out(stream: TaskStream, config: Config, sample_batch: SampleBatc
     groups, unscored = await sample_batch(0)
     if dynamic is None:
         return StepRollout(groups=groups, to_train=groups, dropped=(), unscored=unscored, metrics={})
-    # by accuracy: a group whose rewards differ by a small part for the format only has nothing to teach
+    # by accuracy: a group whose rewards differ only by a small format reward has nothing to teach
     while sum(map(_differs, groups)) < wanted and num_batches < dynamic.max_gen_batches and stream.has_more:
         more, more_unscored = await sample_batch(num_batches * wanted)
         groups, unscored = [*groups, *more], [*unscored, *more_unscored]

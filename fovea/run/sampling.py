@@ -17,7 +17,7 @@ def training_sampling(config: Config, environment: Environment) -> Sampling:
 
 
 def evaluation_sampling(config: Config, environment: Environment) -> Sampling:
-    """Sampling parameters of the sampled answers to held-out rows: those of `evaluate`, else of `rollout`."""
+    """Sampling parameters of sampled answers to held-out rows: set in `evaluate`, else taken from `rollout`."""
     of_rollout, evaluate = rollout_sampling(config, environment), config.evaluate
     temperature = of_rollout.temperature if evaluate.temperature is None else evaluate.temperature
     top_p = of_rollout.top_p if evaluate.top_p is None else evaluate.top_p
@@ -25,7 +25,7 @@ def evaluation_sampling(config: Config, environment: Environment) -> Sampling:
 
 
 def rollout_sampling(config: Config, environment: Environment) -> Sampling:
-    """Sampling parameters from the settings of `rollout`, and where answers end."""
+    """Sampling parameters from the settings of `rollout`, with the end of answers."""
     rollout = config.rollout
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
@@ -39,14 +39,14 @@ def rollout_sampling(config: Config, environment: Environment) -> Sampling:
 
 
 def answer_end_of(config: Config, environment: Environment) -> AnswerEnd | None:
-    """The end at which completions stop, if `rollout.stop_after_answer`; ConfigError if the environment names none."""
+    """The end of an answer, if completions stop there (`rollout.stop_after_answer`); ConfigError if none is defined."""
     if not config.rollout.stop_after_answer:
         return None
     end = environment.answer_end
     if end is None:
         raise ConfigError(
             f"rollout.stop_after_answer=true, but environment={config.environment.name} does not say where an answer "
-            "ends, or the parts of a mixture say different ends; set rollout.stop_after_answer=false, or give your "
-            "environment answer_end = AnswerEnd(), of fovea_gym.types"
+            "ends, or the parts of a mixture name different ends; set rollout.stop_after_answer=false, or define "
+            "answer_end = AnswerEnd() (from fovea_gym.types) in your environment"
         )
     return end

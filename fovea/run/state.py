@@ -18,7 +18,7 @@ from fovea.types import Evaluation
 
 
 class Position(TypedDict):
-    """The position between two rollouts; JSON-serialisable."""
+    """Position of a run in its data and curriculum, between two rollouts; JSON-serialisable."""
 
     order: Any
     curriculum: CurriculumState
@@ -26,7 +26,7 @@ class Position(TypedDict):
 
 
 def position_of(run: Run) -> Position:
-    """The present position, before the next rollout."""
+    """The current position, before the next rollout."""
     stream = run.stream
     return {
         "order": stream.order.state(),
@@ -36,7 +36,7 @@ def position_of(run: Run) -> Position:
 
 
 def restore_position(run: Run, position: Mapping[str, Any]) -> None:
-    """Go to a position, from which the same rows are drawn in the same stages as before."""
+    """Go back to a position, from which the run takes the same rows in the same stages as before."""
     stream = run.stream
     stream.order.restore(position["order"])
     stream.curriculum.restore(position["curriculum"])
@@ -46,23 +46,23 @@ def restore_position(run: Run, position: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """Progress of a run; part of every checkpoint."""
+    """Progress of a run, which every checkpoint stores."""
 
     kl_coef: float
-    """KL coefficient of the next step; `algorithm.kl.controller` adapts it."""
+    """KL coefficient of the next step, which `algorithm.kl.controller` adapts."""
     step: int = 0
-    """RL steps taken, which is the version of the policy that samples next."""
+    """Number of RL steps taken, which is also the version of the policy that samples next."""
     before: Evaluation | None = None
     after_warmup: Evaluation | None = None
     warmup_seconds: float = 0.0
     rl_seconds: float = 0.0
     retained: RetainedCheckpoints = field(default_factory=RetainedCheckpoints)
     microbatches: MicrobatchTokens | None = None
-    """Size of the last step's; None before the first one."""
+    """Size limit of micro-batches in the last step; None before the first step."""
     shared_images: SharedImages | None = None
-    """Test images that are in the training split; None: not looked for."""
+    """Test images that are also in the training split; None if the run did not look for them."""
     started: float = field(default_factory=perf_counter)
-    """`perf_counter` at the start of the run in this process."""
+    """`perf_counter` value at the start of the run in this process."""
     earlier_seconds: float = 0.0
     """Duration of the run in earlier processes, before a resume."""
 
@@ -71,7 +71,7 @@ class TrainState:
         return self.earlier_seconds + perf_counter() - self.started
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form, without the step, which a checkpoint has anyway."""
+        """JSON form, without the step, which a checkpoint stores separately."""
         saved: dict[str, Any] = _STATE.dump_python(
             replace(self, earlier_seconds=self.total_seconds), mode="json", exclude=_OF_THIS_PROCESS
         )

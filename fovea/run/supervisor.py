@@ -1,11 +1,11 @@
-"""A run that is started again when it dies (`max_restarts`): a small process, without torch, that trains in a child.
+"""The supervisor restarts a run when it dies (`max_restarts`): a small process, without torch, that trains in a child.
 
-A run on Ray has one without restarts too, since Ray's library ends a process of which it has lost a server with code 1
-and without a word.
+A run on Ray is supervised without restarts too, since Ray's library silently ends a process with code 1 when one of its
+servers is lost.
 
-The child is the same command with the folder of the run written out. It is started again, with resume=auto, after a
-death that a new process may survive (`CAUSES`, and signals such as SIGKILL, SIGSEGV or SIGBUS); not after an error of
-the user's, nor where somebody asked for the end. A new checkpoint gives all restarts back.
+The child runs the same command with the run folder written out. It is started again, with resume=auto, after a death
+that a new process may survive (`CAUSES`, and signals such as SIGKILL, SIGSEGV or SIGBUS), but not after an error in
+settings, data or code, nor if somebody asked for the end. A new checkpoint restores all restarts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CAUSES = {
     OutOfMemoryError.exit_code: "memory ran out",
     MicrobatchMemoryError.exit_code: "memory ran out in a micro-batch",
 }
-"""Exit codes after which a run is started again, with the cause as a message gives it."""
+"""Exit codes after which a run is started again, each with the cause for messages."""
 
 
 def is_supervised(config: Config) -> bool:
@@ -46,10 +46,10 @@ def is_supervised(config: Config) -> bool:
 
 
 def supervise(config: Config, words: Sequence[str]) -> int:
-    """Train in a child process, `fovea train` with these words, and again after each death; returns the exit code."""
+    """Train in a child process, `fovea train` with these words, and restart it when it dies; returns the exit code."""
     if num_processes() > 1:
         raise ConfigError(
-            f"max_restarts={config.max_restarts} under torchrun, which starts all processes again by itself; set "
+            f"max_restarts={config.max_restarts} is set under torchrun, which restarts all processes itself; set "
             "max_restarts=0, a fixed run_dir and resume=auto, and give torchrun --max-restarts"
         )
     folder, is_new = make_folder(config)
@@ -67,35 +67,35 @@ def _train(restarts: Restarts, words: Sequence[str]) -> int:
             code = child.run([*command, *restarts.words()])
             cause = cause_of_death(code)
             if cause is None and code >= 0 and was_left_by(child.pid, restarts.folder):
-                cause = f"a library has ended the process with code {code}, as Ray's does when its raylet has ended"
+                cause = f"a library ended the process with code {code}, as Ray does when its raylet has ended"
                 code = ClusterError.exit_code
             if cause is None or child.was_signalled:
                 return _exit_code(code)
             restarts.count()
             if restarts.refusal:
-                _say(f"{cause}, and {restarts.refusal}; resume=auto goes on from {restarts.place}")
+                _say(f"{cause}, and {restarts.refusal}; resume=auto continues from {restarts.place}")
                 return _exit_code(code)
             _say(f"{cause}: starting again from {restarts.place}; {restarts.left} restarts left until a new checkpoint")
 
 
 def cause_of_death(code: int) -> str | None:
-    """Why a process that ended with this code, negative for a signal, may be started again; None where it may not."""
+    """Why a process that ended with this code, negative for a signal, may be started again; None if it may not."""
     if code >= 0:
         return CAUSES.get(code)
-    # a signal by which somebody asks for the end, before the run has handlers for it
+    # not for a signal by which somebody asked for the end, before the run had handlers for it
     return None if -code in ENDING else f"killed by signal {-code} ({signal.strsignal(-code)})"
 
 
 class Written(NamedTuple):
-    """A checkpoint, and when it was written: one that a run has gone back behind is written again, as another."""
+    """A checkpoint and its time: a run that went back to an earlier step writes the later checkpoints a second time."""
 
     time_ns: int
     step: int
-    """-1: there is none."""
+    """-1: there is no checkpoint."""
 
 
 def newest_written(folder: Path) -> Written:
-    """The checkpoint of the highest step in the folder of a run."""
+    """The checkpoint with the highest step in the folder of a run."""
     step = newest_step(folder)
     return Written((folder / "checkpoints" / f"step-{step}").stat().st_mtime_ns if step >= 0 else 0, step)
 
@@ -110,7 +110,7 @@ class Restarts:
         self._started = monotonic()
 
     def count(self) -> None:
-        """Count a restart."""
+        """Count one restart."""
         newest = newest_written(self.folder)
         if newest > self.newest:
             self.left = self.config.max_restarts
@@ -118,24 +118,24 @@ class Restarts:
 
     @property
     def refusal(self) -> str:
-        """Why there is no further attempt; empty where there is one."""
+        """Why there is no further attempt; empty if there is one."""
         if not self.config.max_restarts:
-            return "max_restarts=0 does not start it again"
+            return "max_restarts=0 allows no restart"
         if self.left < 0:
-            return f"max_restarts={self.config.max_restarts} were used up without a new checkpoint"
+            return f"max_restarts={self.config.max_restarts} is used up without a new checkpoint"
         hours = self.config.max_hours
-        return f"max_hours={hours:g} are over" if hours is not None and self._spent_seconds >= 3600 * hours else ""
+        return f"max_hours={hours:g} is reached" if hours is not None and self._spent_seconds >= 3600 * hours else ""
 
     @property
     def place(self) -> str:
-        """The checkpoint that the next attempt goes on from, for messages."""
+        """The checkpoint from which the next attempt continues, for messages."""
         return f"the checkpoint of step {self.newest.step}" if self.newest.step >= 0 else "the beginning"
 
     def words(self) -> list[str]:
-        """Words of the next attempt's command line in which it differs from what the user has given."""
+        """Command-line words of the next attempt that come in addition to the user's."""
         words = [f"--spent-seconds={self._spent_seconds:.3f}", f"run_dir={json.dumps(str(self.folder))}"]
-        # before that, the folder may hold another run, of which an attempt is yet to say so, or later checkpoints than
-        # the one that the user has named
+        # before its first new checkpoint, the folder may hold another run, which the attempt has yet to report, or
+        # checkpoints later than the one that the user named
         if self.newest != self._first:
             words.append("resume=auto")
         return words
@@ -146,22 +146,22 @@ class Restarts:
 
 
 class Child:
-    """The process of one attempt after the other, and the signals that the parent passes on to it."""
+    """The process of the current attempt, to which the parent passes signals on."""
 
     def __init__(self) -> None:
         self.was_signalled = False
         self.pid = 0
-        """Id of the process that ran last."""
+        """Id of the last process that ended."""
         self._process: subprocess.Popen[bytes] | None = None
         self._unsent: list[int] = []
 
     def run(self, command: Sequence[str]) -> int:
-        """Run a command to its end; returns its exit code, negative for a signal. Leaves no process of it behind."""
-        # a separate session: what the terminal or a launcher sends to all processes of a group arrives once
+        """Run a command to its end; returns its exit code, negative for a signal. Kills all processes that it left."""
+        # a separate session, so that signals that a terminal or launcher sends to the whole group arrive once
         self._process = subprocess.Popen(command, start_new_session=True, env=with_this_fovea(os.environ))
         self._send()
         code = self._process.wait()
-        # a signal that comes before the next process is for that one
+        # a signal that arrives before the next process starts is meant for that one
         self.pid, self._process = self._process.pid, None
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -172,7 +172,7 @@ class Child:
     @contextmanager
     def receiving_signals(self) -> Iterator[Child]:
         """Pass on the signals that end a run within the block, and stop and continue the child with this process."""
-        # one that is ignored stays so, also in the child
+        # an ignored signal stays ignored, also in the child
         with handling(dict.fromkeys(ENDING, self._pass_on) | {signal.SIGTSTP: self._suspend}):
             yield self
 
@@ -182,7 +182,7 @@ class Child:
         self._send()
 
     def _send(self) -> None:
-        """Send what has arrived, now or while the process was being made."""
+        """Send the signals that have arrived, also while the process was being started."""
         while self._process is not None and self._unsent:
             self._process.send_signal(self._unsent.pop(0))
 
@@ -196,7 +196,7 @@ class Child:
 
 
 def end_with(supervisor: int) -> None:
-    """Make this process end as by SIGTERM, after its step and saved, when its supervisor, the parent, is killed."""
+    """Make this process end as by SIGTERM, after its step is saved, when its supervisor, the parent, is killed."""
     signal_at_end_of_parent(signal.SIGTERM)
     if os.getppid() != supervisor:
         raise SystemExit(128 + signal.SIGTERM)

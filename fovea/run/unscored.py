@@ -1,4 +1,4 @@
-"""The file of a run with the reasons why groups, episodes and held-out answers have no score."""
+"""The file that lists why groups, episodes and held-out answers of a run have no score."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ UNSCORED_FILE = "unscored.jsonl"
 
 
 def record_unscored(folder: Path, warn: Callable[[str], None], step: int, rollout: StepRollout) -> None:
-    """Append episodes and groups without a score to unscored.jsonl; TrainError when no group of the step has one."""
+    """Append episodes and groups without a score to unscored.jsonl; TrainError if no group of the step has a score."""
     _write_unscored(folder, warn, step, [*rollout.failed, *rollout.unscored])
     if not rollout.groups:
         raise TrainError(
-            f"none of the {len(rollout.unscored)} groups of step {step} could be scored; the last: "
-            f"{rollout.unscored[-1]}; fix that ({UNSCORED_FILE} of the run folder has them all) and continue "
+            f"none of the {len(rollout.unscored)} groups of step {step} could be scored; the last error: "
+            f"{rollout.unscored[-1]}; fix it ({UNSCORED_FILE} in the run folder lists all errors) and continue "
             "with resume=auto"
         )
 
@@ -32,7 +32,7 @@ def record_unscored_answer(folder: Path, warn: Callable[[str], None], reason: st
 
 
 def unscored_hint(folder: Path) -> str | None:
-    """A line with the number of episodes, groups and held-out answers without a score; None where all have one."""
+    """A line with the number of episodes, groups and held-out answers without a score; None if all have one."""
     file = folder / UNSCORED_FILE
     count = sum(1 for _ in read_lines(file, within=folder)) if file.exists() else 0
     if not count:
@@ -41,15 +41,15 @@ def unscored_hint(folder: Path) -> str | None:
 
 
 def unscored_bytes(folder: Path) -> int:
-    """Length of unscored.jsonl, for a checkpoint."""
+    """Length of unscored.jsonl in bytes, which a checkpoint stores."""
     file = folder / UNSCORED_FILE
     return file.stat().st_size if file.exists() else 0
 
 
 def cut_unscored(folder: Path, num_bytes: int) -> None:
-    """Drop what was appended to unscored.jsonl after a checkpoint, since the resumed run appends it again.
+    """Drop the lines of unscored.jsonl after a checkpoint, since the resumed run appends them again.
 
-    Damaged lines, as a failure of the machine leaves them, are dropped as well; another resume from the same checkpoint
+    Damaged lines, which a crash of the machine may leave, are dropped as well; another resume from the same checkpoint
     then keeps some of the later lines.
     """
     file = folder / UNSCORED_FILE
@@ -64,7 +64,7 @@ def cut_unscored(folder: Path, num_bytes: int) -> None:
 
 
 def _write_unscored(folder: Path, warn: Callable[[str], None], step: int | None, reasons: Sequence[str]) -> None:
-    """Append to unscored.jsonl, and warn of the first entry of a run."""
+    """Append to unscored.jsonl, with a warning for the first entry of a run."""
     if not reasons:
         return
     if not unscored_bytes(folder):

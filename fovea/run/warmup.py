@@ -1,4 +1,4 @@
-"""The warm-up: supervised fine-tuning until a dev accuracy, enough for RL to find rewards and no more."""
+"""The warm-up: supervised fine-tuning up to a dev accuracy that lets RL find rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fovea_gym.errors import DataError, FailedEpisodeError
 from fovea_gym.types import Turn
 
 SESSION_SEED = 0
-"""Seed of the sessions in which demonstrations are played."""
+"""Seed of the sessions in which demonstrations are replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class WarmupStage:
     source: PromptSource
     environment: Environment
     answer_ids: Callable[[Prompt, str, str], tuple[int, ...]]
-    """(prompt, answer, name of its row) -> token ids."""
+    """Maps (prompt, answer, name of the row) to token ids."""
 
 
 async def warm_up(
@@ -42,7 +42,7 @@ async def warm_up(
     report: Callable[[str], None],
     note_failed: Callable[[str], None],
 ) -> int:
-    """Train until the stop rule holds, or for `max_steps`; returns the steps taken.
+    """Train until the stop rule holds, or for `max_steps`; returns the number of steps.
 
     `note_failed` gets the reason for each demonstration that was left out because its session failed.
     """
@@ -58,7 +58,7 @@ async def warm_up(
 
 
 def enough(dev: Evaluation, settings: config.Warmup) -> bool:
-    """The stop rule: whether overall accuracy, and that of each named kind, have reached their bounds."""
+    """The stop rule: True if the overall accuracy and the accuracy of each named kind have reached their bounds."""
     reached = {kind: sum(values) / len(values) for kind, values in dev.accuracies.items()}
     return dev.accuracy >= settings.stop_accuracy and all(
         reached.get(kind, 0.0) >= wanted for kind, wanted in settings.stop_kind_accuracy.items()
@@ -76,14 +76,14 @@ async def _next_pairs(stage: WarmupStage, note_failed: Callable[[str], None]) ->
             note_failed(failed[-1])
     if failed and not pairs:
         raise TrainError(
-            f"all {len(failed)} demonstrations of a step of the warm-up failed; the last: {failed[-1]}; correct the "
+            f"all {len(failed)} demonstrations of a warm-up step failed; the last error: {failed[-1]}; correct the "
             "environment, or set warmup=null"
         )
     return pairs
 
 
 async def _pairs_of(stage: WarmupStage, row: PromptedTask) -> list[SftExample]:
-    """Pairs of prompt and answer, one per turn of the demonstration; the prompt is the conversation so far."""
+    """Pairs of prompt and answer, one per turn of the demonstration; each prompt is the conversation so far."""
     answers = stage.environment.demonstration(row.task)
     if len(answers) == 1:
         return [_pair(stage, row, row.prompt, answers[0])]

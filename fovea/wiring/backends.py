@@ -1,4 +1,4 @@
-"""Builder of policy, engine and weight sync: in this process, in those of torchrun, or in those that Ray starts."""
+"""Builder of policy, engine and weight sync: in this process, in processes of torchrun, or in processes of Ray."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fovea_gym.utils.event_loop import wait_for
 
 
 class Backends(NamedTuple):
-    """Policy, engine and the weight sync between them, as the driver sees them."""
+    """Policy, engine and weight sync for the driver."""
 
     policy: Policy
     engine: Engine
@@ -41,14 +41,14 @@ class Backends(NamedTuple):
 
 
 def open_backends(config: Config, model: Model, processor: Processor) -> Backends:
-    """Open the model where the settings and torchrun say."""
+    """Load the model in the processes that the settings and torchrun define."""
     if config.cluster.num_ray_workers:
         return _on_ray(config, model)
     return _on_torchrun(config, model) if num_processes() > 1 else _alone(config, model, processor)
 
 
 def _alone(config: Config, model: Model, processor: Processor) -> Backends:
-    """Policy and engine in this process, on the same tensors if the engine has no copy."""
+    """Make policy and engine in this process, with shared tensors if the engine needs no copy."""
     placement_of(config, num_workers=1)
     worker = make_worker(config, model, processor, Role.alone())
     assert worker.policy is not None
@@ -57,7 +57,7 @@ def _alone(config: Config, model: Model, processor: Processor) -> Backends:
 
 
 def _on_torchrun(config: Config, model: Model) -> Backends:
-    """This process holds the first worker, beside the driver."""
+    """Make the first worker in this process, which is also the driver, and connect to the other processes."""
     setup = Setup(config=config, model=model, placement=placement_of(config, num_processes()))
     cluster = config.cluster
     handles = connect_workers(join(cluster.collective_timeout_seconds), setup, cluster.heartbeat_timeout_seconds)
@@ -65,11 +65,11 @@ def _on_torchrun(config: Config, model: Model) -> Backends:
 
 
 def _on_ray(config: Config, model: Model) -> Backends:
-    """This process is only the driver."""
+    """Start all workers by Ray; this process is only the driver."""
     if num_processes() > 1:
         raise ConfigError(
             f"cluster.gpus_per_node={config.cluster.gpus_per_node} has Ray start the workers, but torchrun has started "
-            f"{num_processes()} processes; leave torchrun or cluster.gpus_per_node out"
+            f"{num_processes()} processes; leave out torchrun or cluster.gpus_per_node"
         )
     placement = placement_of(config, config.cluster.num_ray_workers)
     setup = _for_elsewhere(config, model, placement)
@@ -86,7 +86,7 @@ def _on_ray(config: Config, model: Model) -> Backends:
 
 
 def _for_elsewhere(config: Config, model: Model, placement: Placement) -> Setup:
-    """The setup of processes with another working directory, as the workers of a Ray cluster have."""
+    """The setup for processes with another working directory, such as workers of a Ray cluster."""
     engine = config.rollout.engine
     if engine.interpreter is not None:
         engine = engine.model_copy(update={"python": absolute(engine.interpreter)})
@@ -97,21 +97,21 @@ def _for_elsewhere(config: Config, model: Model, placement: Placement) -> Setup:
 
 
 def placement_of(config: Config, num_workers: int) -> Placement:
-    """The placement of so many workers; ConfigError where the settings cannot divide them."""
+    """The placement of `num_workers` workers; ConfigError if the settings cannot divide them."""
     if isinstance(config.train.backend, MegatronBackend):
         check_processes(config.train.backend, num_workers)
     placement = Placement.of(config.cluster, num_workers, config.train.backend.replicas)
     num_engines = len(placement.engines(range(num_workers)))
     if config.rollout.engine.has_one_leader and num_engines > 1:
-        # Megatron's processes all train and generate
+        # with Megatron, all processes train and generate
         advice = (
-            "train in one process, or set rollout.engine=vllm, with its environment as rollout.engine.python"
+            "train in one process, or set rollout.engine=vllm and rollout.engine.python to its own environment"
             if config.train.backend.name == "megatron"
             else "set cluster.placement=disaggregated and cluster.rollout_gpus=1"
         )
         raise ConfigError(
-            f"rollout.engine={config.rollout.engine.name} with {num_engines} workers that generate, and one has to "
-            f"lead the servers; {advice}"
+            f"rollout.engine={config.rollout.engine.name} with {num_engines} workers that generate is not possible, "
+            f"since a single one has to lead the servers; {advice}"
         )
     return placement
 
@@ -119,7 +119,7 @@ def placement_of(config: Config, num_workers: int) -> Placement:
 def _backends_of(
     handles: Sequence[WorkerHandle], placement: Placement, release: Callable[[], None] = lambda: None
 ) -> Backends:
-    """Make one policy and one engine of all workers, by rank; `release` is called once they are closed."""
+    """Make one policy and one engine of all workers, given by rank; `release` is called after they are closed."""
     facts = wait_for(call_each((handle, Call(method="describe")) for handle in handles))
     model = next(each.model for each in facts if each.model is not None)
     engine = next(each.engine for each in facts if each.engine is not None)

@@ -1,4 +1,4 @@
-"""Builders of the rollout engine, here or in another Python environment, its activation tape, and the evaluator."""
+"""Builders of the rollout engine, in this or another Python environment, its activation tape, and the evaluator."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from fovea_gym.utils.http_json import CallBounds
 from fovea_gym.utils.launch import module_command
 
 NO_LIMITS = Limits(start_seconds=math.inf, timeout_seconds=math.inf)
-"""The engine's own limits are applied in the process that makes it."""
+"""No limits in this process: the process that makes the engine applies the engine's limits."""
 
 
 def make_remote(config: Config, settings: StreamedSettings, model: Model) -> RemoteEngine:
-    """Start the engine of the settings with the interpreter that they name; ConfigError where it does not start."""
+    """Start the engine of the settings with the interpreter that they name; ConfigError if it does not start."""
     assert settings.python is not None
     here = f"rollout.engine.python={settings.python}"
     python = find_interpreter(settings.python)
@@ -53,8 +53,8 @@ def make_remote(config: Config, settings: StreamedSettings, model: Model) -> Rem
         process = EngineProcess(f"the engine of {settings.python}", command, payload, NO_LIMITS, variables_of(python))
     except (NotStartedError, OSError) as error:
         install = f"{settings.python} -m {pip_install_elsewhere(settings.extra)}"
-        raise ConfigError(f"{here}: {error}; where Fovea or the engine is missing there: {install}") from error
-    except (ClusterError, OutOfMemoryError):  # whose exit codes tell a supervisor to try again
+        raise ConfigError(f"{here}: {error}; if Fovea or the engine is missing there: {install}") from error
+    except (ClusterError, OutOfMemoryError):  # raised as they are: a supervisor restarts after their exit codes
         raise
     except FoveaError as error:
         raise ConfigError(f"{here}: {error}") from error
@@ -67,7 +67,7 @@ def _payload(config: Config, settings: StreamedSettings, model: Model) -> dict[s
     changed = {"rollout": rollout, **_in_place_of_packages(config)}
     return {
         "version": __version__,
-        # not pickled: the other environment may have another version of what settings are made of
+        # not pickled, since the other environment may have another version of pydantic
         "config": config.model_copy(update=changed).model_dump(mode="json"),
         "model": model.model_dump(mode="json"),
         "gpu": torch.cuda.current_device() if torch.cuda.is_available() else None,
@@ -75,7 +75,7 @@ def _payload(config: Config, settings: StreamedSettings, model: Model) -> dict[s
 
 
 def _in_place_of_packages(config: Config) -> dict[str, Section]:
-    """Defaults for the sections of packages that the engine does not need, and which its environment may lack."""
+    """Replacements for sections of other packages, which the engine does not need and its environment may lack."""
     changed: dict[str, Section] = {}
     theirs = packages_of(Config.model_fields["environment"])
     if any(each.name in theirs for each in config.environments.values()):
@@ -88,9 +88,9 @@ def _in_place_of_packages(config: Config) -> dict[str, Section]:
 
 
 SERVER_BOUNDS = CallBounds(timeout_seconds=300.0, calls_at_once=32, max_retries=5)
-"""Limits of the calls of a server that `fovea eval` asks."""
+"""Limits of the calls to a server that `fovea eval` evaluates."""
 EVALUATED_AT_ONCE = 200
-"""Rows of an evaluation that are generated at once."""
+"""Number of rows that an evaluation generates answers for at once."""
 MIN_RECORDED_WIDTH = 128
 """Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
 
@@ -103,7 +103,7 @@ def make_streamed(config: Config, settings: StreamedSettings, model: Model, proc
 
 
 def engine_access(config: Config, model: Model, processor: Processor) -> EngineAccess:
-    """The offer of the run to an engine that holds its weights."""
+    """The objects and limits of the run that an engine with its own weights may use."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return EngineAccess(model=model, processor=processor, max_model_len=longest, seed=config.seed)
 
@@ -122,16 +122,16 @@ def receiver_of(engine: SyncedEngine | NetworkEngine) -> WeightReceiver:
 
 
 def connect_free_memory(policy: TrainedPolicy, engine: Engine) -> None:
-    """Have the policy free the memory of an engine in its process before its micro-batches become smaller."""
+    """Make the policy free the memory of an engine in its process before it resorts to smaller micro-batches."""
     if isinstance(engine, EmbeddedEngine):
         policy.set_free_memory(engine.free_memory)
 
 
 def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
-    """Make the tape that records activations of the rollout for its update; None where the update reuses none.
+    """Make the tape that records activations of the rollout for its update; None if the update reuses none.
 
-    It records only the vision graph where linear outputs do not pay, or differ from those of the update, and on GPUs,
-    whose captured decode steps write where they were captured.
+    It records only the vision graph if recording linear outputs does not pay or they would differ from those of the
+    update, and on GPUs, where captured decode steps write to fixed addresses.
     """
     if not isinstance(vlm, VLM) or not records_rollouts(config):
         return None
@@ -144,18 +144,18 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
 
 def records_rollouts(config: Config) -> bool:
     """True if an update may reuse activations of its rollout, where both are in one process."""
-    # what selective checkpointing keeps of a graph is not known before
+    # it is not known in advance what selective checkpointing keeps of a graph
     unknown = config.train.gradient_checkpointing == "selective"
-    # outputs of a rollout are without dropout
+    # a rollout computes its outputs without dropout
     return config.rollout.engine.kept_gib > 0 and not unknown and not config.model.has_dropout
 
 
 def records_linears(config: Config, hidden_size: int) -> bool:
-    """True if the outputs of linear layers are among these activations on a CPU, in a language model of this width."""
+    """True if a CPU run also records outputs of linear layers, for a language model of this hidden size."""
     recomputes = config.train.gradient_checkpointing != "none"
     narrow = hidden_size < MIN_RECORDED_WIDTH
     inexact = not config.rollout.engine.is_exact
-    # in 16 bits, recorded outputs round differently from those that later passes over the same samples compute, and the
+    # in 16 bits, recorded outputs are rounded differently from those of later passes over the same samples, and the
     # importance ratios would contain that difference
     algorithm = config.algorithm
     critic = algorithm.critic
@@ -168,7 +168,7 @@ def records_linears(config: Config, hidden_size: int) -> bool:
 def make_evaluator(
     config: Config, environment: Environment, model: Answers, on_unscored: Callable[[str], None] = lambda _: None
 ) -> Evaluator:
-    """Make the evaluator of held-out rows; `on_unscored` gets the reason why a row has no score."""
+    """Make the evaluator of held-out rows; `on_unscored` gets the reason for each row without a score."""
     return Evaluator(
         model,
         greedy=Sampling(

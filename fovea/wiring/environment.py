@@ -1,4 +1,4 @@
-"""Builder of the environment: its settings make it, and the run's limits, rewards, models and tools come around it."""
+"""Builder of the environment from its settings, wrapped in the limits, rewards, reward models and tools of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fovea_gym.graders.reward_models import WithToolBonus
 from fovea_gym.settings.environments import MixturePart, OwnEnvironment
 
 SECTION = "environment."
-"""The words before the settings of an environment in a recipe."""
+"""Prefix of an environment's settings in a recipe."""
 LOG = logging.getLogger(__name__)
 
 
@@ -37,8 +37,8 @@ def make_environment(
 ) -> GradedEnvironment:
     """Make the environment of the settings, or wrap a `given` object; the setting `reward` replaces its graders.
 
-    A GradedEnvironment is taken as it is from here. `rewards` and `tools` are the objects that these settings
-    describe, where Python code has given them.
+    A given GradedEnvironment is not wrapped again. `rewards` and `tools` are the objects for the settings `reward` and
+    `environment.tools`, if Python code gave them.
     """
     if isinstance(given, GradedEnvironment):
         made = given
@@ -50,11 +50,11 @@ def make_environment(
         made = graded(config, settings.made(offered(config), config.seed), name)
     if config.warmup is not None and not made.environment.has_demonstrations:
         raise ConfigError(
-            f"warmup imitates demonstrations, which environment.name={config.environment.name} does not have; set "
+            f"warmup imitates demonstrations, but environment.name={config.environment.name} does not provide any; set "
             "warmup=null"
         )
     if config.reward is not None:
-        # an environment's stages belong to its own graders
+        # without the environment's stages, since they belong to its own graders
         made = GradedEnvironment(
             environment=without_scores(made.environment),
             grading=reward_grading(config, config.reward, rewards),
@@ -62,8 +62,8 @@ def make_environment(
         )
     if config.second_opinion and made.environment.has_sessions:
         raise ConfigError(
-            "second_opinion overrules the rules of vqa and geo3k, and this environment opens sessions, which may score "
-            "their episodes; set second_opinion=null, or use model_reward"
+            "second_opinion corrects the rule-based scores of vqa and geo3k, but this environment opens sessions, "
+            "which may score their episodes themselves; set second_opinion=null, or use model_reward"
         )
     grading = with_reward_models(config, made.grading)
     if bonus := config.environment.tool_bonus:
@@ -73,7 +73,7 @@ def make_environment(
 
 
 def offered(config: Config) -> Access:
-    """The offer of a run of these settings to its environment."""
+    """The objects and limits that a run with these settings offers to its environment."""
     rows, opener = make_access(config.data), make_opener(config.data, Path(config.run_dir))
     return Access(
         cache_dir=rows.cache_dir,
@@ -92,25 +92,25 @@ def offered(config: Config) -> Access:
 
 
 def _make_part(config: Config, name: str, part: MixturePart) -> Part:
-    # a model's share of the reward is that of the whole run's
+    # model_reward is applied once to the whole run, not per part
     own = {"environment": part.environment, "reward": part.reward, "model_reward": None}
     with errors_of_part(name, SECTION):
         made = make_environment(config.model_copy(update=own))
     if uses_tools(made.environment, made.tools) and (config.environment.tools or config.environment.mcp.by_name):
         raise ConfigError(
-            f"environment.parts.{name} has tools, and the mixture has tools for all parts; name them either for each "
+            f"environment.parts.{name} has tools, and the mixture has tools for all parts; name tools either in each "
             "part, or in environment.tools and environment.mcp"
         )
     if made.stages.stages and config.curriculum.enabled:
         raise ConfigError(
-            f"environment.parts.{name} has {len(made.stages.stages)} stages, which a mixture does not go through; set "
-            "curriculum.enabled=false, so that its answers are scored by the last"
+            f"environment.parts.{name} has {len(made.stages.stages)} curriculum stages, but a mixture does not step "
+            "through stages; set curriculum.enabled=false to score its answers by the last stage"
         )
     return Part(environment=made.environment, grading=made.grading, tools=made.tools, share=part.share)
 
 
 def graded(config: Config, given: Any, name: str) -> GradedEnvironment:
-    """An environment with its graders, and its calls within limits; one without graders is scored by its `score`."""
+    """An environment with graders, and with limits on its calls; without graders, its `score` method grades."""
     stages, parts = stages_of(given), given.parts if isinstance(given, Mixture) else {}
     has_graders = hasattr(given, "graders")
     if isinstance(given, Environment) and has_graders:
@@ -125,15 +125,15 @@ def graded(config: Config, given: Any, name: str) -> GradedEnvironment:
             else Grading(graders=user_graders(user, stages, limits.name), calls=LimitedCalls(limits))
         )
     if environment.has_sessions and not parts:
-        # those of a mixture are within the limits of each part
+        # the sessions of a mixture are limited by each part
         environment = limited(environment, config.environment.session, name)
         if num_ended := end_left_processes():
-            LOG.warning("ended %d processes that the sessions of a killed run had left", num_ended)
+            LOG.warning("ended %d processes that were left over from the sessions of a killed run", num_ended)
     return GradedEnvironment(environment=environment, grading=grading, stages=stages, parts=parts)
 
 
 def _user_environment(user: Any, name: str, max_concurrent: int) -> UserEnvironment:
-    """A user's environment; what replies in its episodes is called in threads."""
+    """Wrap a user's environment; if it has sessions or several turns, its methods are called in threads."""
     replies = defines(user, "reply") and getattr(user, "max_turns", 1) > 1
     if not replies and not defines(user, "open"):
         return UserEnvironment(user, name)

@@ -1,4 +1,4 @@
-"""Builders of graders: the user's reward functions, and models beside the graders of the environment."""
+"""Builders of graders: the user's reward functions, and reward models in addition to the environment's graders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from fovea_gym.utils.bounded import read_file
 
 
 def reward_grading(config: Config, reward: str | tuple[str, ...], given: Sequence[RewardFunction] = ()) -> Grading:
-    """Grading by the user's reward functions in all stages: the `given` ones, or those of files."""
+    """Grading by the user's reward functions in all stages: the `given` functions, or functions from files."""
     names = reward_tuple(reward)
     name = ", ".join(names)
     limits = reward_limits(config, name)
@@ -66,13 +66,13 @@ def _in_processes(config: Config, reward: str | tuple[str, ...], limits: CallLim
         "run_dir": config.run_dir,
     }
     processes = RewardProcesses(reward_host.__name__, settings, limits)
-    # their own time limit leaves the start of a process out
+    # the processes apply their own time limit, which excludes the start of a process
     calls = LimitedCalls(replace(limits, timeout_seconds=None, may_hold_lock=False))
     return Grading(graders=(processes,), calls=calls, clients=(processes,))
 
 
 def reward_limits(config: Config, name: str) -> CallLimits:
-    """Limits for calls of the user's code."""
+    """Limits of calls to the user's code."""
     return CallLimits(
         name=name,
         settings="reward_",
@@ -85,7 +85,7 @@ def reward_limits(config: Config, name: str) -> CallLimits:
 
 
 def with_reward_models(config: Config, grading: Grading) -> Grading:
-    """The grading with the second opinion and the model's share of the reward that the settings name."""
+    """The grading, with the second opinion and the model reward of the settings added."""
     if not config.second_opinion and not config.model_reward:
         return grading
     opener = make_opener(config.data, Path(config.run_dir))
@@ -110,17 +110,17 @@ def with_reward_models(config: Config, grading: Grading) -> Grading:
 
 
 def _second_opinion(grader: Grader, judge: Grader, ask: Literal["wrong", "always"]) -> Grader:
-    # of an environment that was given as an object
+    # possible if the environment was given as an object
     if not isinstance(grader, Overrulable):
         raise ConfigError(
-            f"second_opinion overrules the rules of vqa and geo3k, and this run has a {type(grader).__name__}; set "
-            "second_opinion=null, or use model_reward"
+            f"second_opinion corrects the rule-based scores of vqa and geo3k, but this run has a "
+            f"{type(grader).__name__}; set second_opinion=null, or use model_reward"
         )
     return WithSecondOpinion(rule=grader, judge=judge, ask=ask)
 
 
 def reward_scorer(settings: RewardModel) -> ScoresAnswers:
-    """A scorer that reads images where the folder's model does, else one of text; ModelError where its trial fails."""
+    """A scorer that reads images if the model does, else a scorer of texts; ModelError if the model's trial fails."""
     if _model_type(Path(settings.path)) not in known():
         return text_scorer(settings)
     with named_as_reward_model():
@@ -129,7 +129,7 @@ def reward_scorer(settings: RewardModel) -> ScoresAnswers:
 
 
 def text_scorer(settings: RewardModel) -> RewardScorer:
-    """A scorer of texts; ModelError for a folder whose trial fails."""
+    """A scorer of texts; ModelError if the trial of the folder fails."""
     try_scorer(settings.path)
     return RewardScorer(settings)
 
@@ -137,5 +137,5 @@ def text_scorer(settings: RewardModel) -> RewardScorer:
 def _model_type(folder: Path) -> object:
     try:
         return json.loads(read_file(folder / "config.json")).get("model_type")
-    except (OSError, ValueError, AttributeError, RecursionError):  # the scorer of text names what the folder lacks
+    except (OSError, ValueError, AttributeError, RecursionError):  # the text scorer reports what the folder lacks
         return None

@@ -1,4 +1,4 @@
-"""Builders of what trains by Megatron: its packages are imported where they are chosen."""
+"""Builders of objects that use Megatron, whose packages are imported only if the settings choose it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class SavedWeights(Protocol):
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """Every weight whole, under its Hugging Face name, adapters beside them."""
+        """All weights, unsharded, by their Hugging Face names, and the adapters."""
         ...
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Names of what the checkpoint holds besides: a value function."""
+        """Names of other contents of the checkpoint: a value function."""
         ...
 
 
 def saved_by_megatron(config: Config, model: Model, banned_ids: Sequence[int], checkpoint: Path) -> SavedWeights:
-    """Read the weights of a checkpoint only in this process, however many have written it."""
+    """Read the weights of a checkpoint in this process only, however many processes wrote it."""
     alone = config.train.model_copy(update={"backend": MegatronBackend()})
     # imported here, since the packages may be absent; the module names what to install
     module = importlib.import_module("fovea.train.megatron.policy")

@@ -176,7 +176,7 @@ def _check_attention(settings: Model, device: torch.device) -> None:
     varlen = settings.attention in ("varlen", "varlen_gathered")
     if varlen and device.type == "cuda" and settings.dtype != "bfloat16":
         raise ConfigError(
-            f"model.attention={settings.attention} takes 16-bit numbers on CUDA, but model.dtype={settings.dtype}; set "
+            f"model.attention={settings.attention} needs a 16-bit dtype on CUDA, but model.dtype={settings.dtype}; set "
             "model.dtype=bfloat16, or model.attention=auto"
         )
 

@@ -1,4 +1,4 @@
-"""Builders of a worker: what one of several processes holds of policy and engines."""
+"""Builders of a worker: the part of policy and engines that one process holds."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from fovea_gym.utils.event_loop import wait_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Settings and place of a worker, from which its process makes it."""
+    """Settings and placement from which a process makes its worker."""
 
     config: Config
     model: Model
-    """With a path, which the worker can read."""
+    """Model settings with a path that the worker can read."""
     placement: Placement
 
 
@@ -50,29 +50,29 @@ def serve_driver() -> None:
     """Make this process a worker, and serve the calls of the driver until it closes the connection."""
     connection, setup = connect_to_driver(join())
     assert isinstance(setup, Setup)
-    # torchrun and a terminal signal all processes; the driver decides when the run ends, and hangs up
+    # torchrun and terminals signal all processes; but the driver decides when the run ends, and closes the connection
     for each in ENDING:
         signal.signal(each, signal.SIG_IGN)
     driver = CallerConnection(connection)
-    # torchrun's processes share a machine: the size is left by this one, since the driver may wait in a collective call
-    # of NCCL until torchrun kills it
+    # torchrun's processes share a machine: this process writes the micro-batch size, since the driver may wait in a
+    # collective call of NCCL until torchrun kills it
     config = setup.config
     leaving = leaving_limit(Path(config.run_dir), config.train.max_tokens_per_microbatch)
-    # from here on, since loading a model takes minutes
+    # heartbeats begin here, since loading a model takes minutes
     with leaving, beating(driver.send, config.cluster.heartbeat_timeout_seconds):
         worker = worker_of(setup)
         wait_for(serve_connection(worker, driver, rules_of(worker)))
 
 
 def worker_of(setup: Setup) -> Worker:
-    """Make the worker of this process, which all processes of the process group must do."""
+    """Make the worker of this process; all processes of the process group must make this call."""
     timeout = timedelta(seconds=setup.config.cluster.collective_timeout_seconds)
     role = Role.of(setup.placement, pick_device(setup.config.model.device).type, timeout)
     return make_worker(setup.config, setup.model, load_processor(setup.model), role)
 
 
 def make_worker(config: Config, model: Model, processor: Processor, role: Role) -> Worker:
-    """Make this process's share of the policy, its engine, or both, as its role says."""
+    """Make this process's shard of the policy, its engine, or both, by its role."""
     check_offload(config)
     set_threads(config)
     shares_weights, access = config.rollout.engine.shares_weights, engine_access(config, model, processor)
@@ -91,11 +91,11 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
         )
     if not config.train.backend.shares_network:
         return _worker_with_two_networks(config, access, role.everyone)
-    # an engine that holds its own weights reads them itself
+    # an engine with its own weights reads them itself
     readers = role.everyone if shares_weights else role.learners
     vlm = open_vlm(config, model, processor.banned_ids, readers)
     notes = kernel_notes(config, vlm)
-    # the tensors of a single learner are shared; else they are copied before the policy shards them in place
+    # a single learner shares its tensors with the engine; several copy them before the policy shards them in place
     is_shared = shares_weights and role.learners.mesh is None
     if shares_weights and role.has_engine and not is_shared:
         synced = [each.name for each in weights_to_sync(vlm.network) if each.is_trained]
@@ -128,7 +128,7 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
 
 
 def _worker_with_two_networks(config: Config, access: EngineAccess, everyone: Ranks) -> Worker:
-    """Make this process's part of `everyone`'s policy in a layout that no engine samples with, and an engine beside."""
+    """Make this process's part of a policy whose network no engine can sample with, and a separate engine."""
     model, banned_ids, network = access.model, access.processor.banned_ids, None
     if config.rollout.engine.shares_weights:
         network = open_vlm(config, model, banned_ids, everyone).requires_grad_(False)
@@ -146,7 +146,7 @@ def _worker_with_two_networks(config: Config, access: EngineAccess, everyone: Ra
 def make_weight_sender(
     config: Config, policy: TrainedPolicy, receivers: Sequence[WeightReceiver], call: Caller = call_here
 ) -> WeightSender:
-    """Make the weight syncs of this process's policy, in the form that the engine of the settings takes."""
+    """Make the sender of this process's policy, which sends weights in the form that the engine takes."""
     settings = config.rollout.engine
     weights = policy.weights_to_sync if settings.takes_adapters else policy.merged_weights_to_sync
     in_form = weights if settings.shares_weights else (lambda: in_layout_of_files(weights()))
@@ -154,7 +154,7 @@ def make_weight_sender(
 
 
 def check_offload(config: Config) -> None:
-    """ConfigError where there is no other memory to offload to."""
+    """ConfigError for offloading if the model is on the CPU already."""
     device = pick_device(config.model.device).type
     if config.train.backend.cpu_offload and device != "cuda":
         raise ConfigError(

@@ -70,7 +70,7 @@ def test_a_callback_that_exits_is_an_error_but_for_a_signal(code: object) -> Non
     """The end by max_hours is a SystemExit with code 0, after which `train` returns."""
     callbacks = Callbacks(on_step=lambda record: sys.exit(code))  # type: ignore[arg-type]
     record = fovea.StepRecord(step=1, max_steps=2, metrics={}, folder=Path("run"))
-    told = re.escape(f"at step 1 called sys.exit({code!r}), by which a run does not")
+    told = re.escape(f"at step 1 called sys.exit({code!r}), which does not end a run")
     with pytest.raises(SystemExit, match="143") if code == 143 else pytest.raises(RuntimeError, match=told):
         callbacks.stepped(record)
 
@@ -108,7 +108,7 @@ def test_an_exception_ends_the_run_with_its_traceback_and_the_callbacks_name(
     )
     assert done.returncode == 1
     assert re.search(r'follow\.py", line 7, in follow\n .*\n(.*\n)?KeyError: \'no such metric\'\n', done.stderr)
-    assert f"the callback {named} raised this and ended the run; correct it, then resume='auto'" in done.stderr
+    assert f"the callback {named} raised this and ended the run; correct it, then set resume='auto'" in done.stderr
     # its step is not taken again
     again = fovea.GRPO(settings={**SETTINGS, **SHAPES, "run_dir": "run", "checkpoint.every_steps": 1}, resume="auto")
     assert [row["step"] for row in again.train().metrics] == [1, 2]
@@ -124,7 +124,7 @@ class Follows:
 @table(
     ("given", "message"),
     [
-        ({"on_step": later}, r"on_step=.*later is async, and a run does not await it; write def on_step\(record\)"),
+        ({"on_step": later}, r"on_step=.*later is async, but a run does not await it; write def on_step\(record\)"),
         ({"on_eval": lambda: None}, r"on_eval=.* takes \(\), but is called with one record; write def on_eval\(record"),
         ({"on_step": Follows()}, r"on_step=<.*Follows.*> is not a function; write def on_step\(record\)"),
         ({"on_step": Follows}, r"on_step=<class.*Follows.*> is not a function; write def"),

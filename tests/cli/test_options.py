@@ -345,7 +345,7 @@ def test_a_dry_run_outside_torchrun_leaves_the_number_of_processes_open(monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "not checked" not in dry_run(*apart).stdout
     refused = dry_run(*apart, "cluster.rollout_gpus=2")
-    assert "cluster.rollout_gpus=2 only generate, and there are 2 processes" in refused.stderr
+    assert "cluster.rollout_gpus=2 only generate, but there are 2 processes" in refused.stderr
     monkeypatch.setenv("RANK", "1")
     worker = dry_run()
     assert (worker.exit_code, worker.output) == (0, ""), "it would wait for a driver that makes no calls"

@@ -80,7 +80,7 @@ def test_two_learners_and_an_engine_on_three_nodes_train_as_one_process(on_ray: 
     # each to the engine once and to one of the two learners, but one for dummies to both; without the first step, which
     # has the images of warm-up and evaluation too
     sent = [row["transfer/images_mib"] * 2**20 for row in read_metrics(on_ray)[1:]]
-    # and the same for the two rows that are compared after each weight sync, and for these as images not in a cache
+    # and the same for the two rows that are compared after each weight sync, also as images that no cache knows
     assert sent == pytest.approx([(2 * PROMPTS_PER_STEP + 1 + 2 * (2 * 2 + 1)) * IMAGE_BYTES] * (STEPS - 1))
 
 
@@ -228,9 +228,9 @@ def test_the_death_of_a_server_of_rays_is_one_of_a_worker(
         _, err = process.communicate(timeout=60)
         assert process.returncode == 3
     by_the_run = f"error: Ray's server {server} has ended, and with it the workers; start again"
-    by_the_library = "a library has ended the process with code 1, as Ray's does when its raylet has ended, and max_res"
+    by_the_library = "a library ended the process with code 1, as Ray does when its raylet has ended, and max_res"
     assert by_the_run in err or by_the_library in err
-    assert "max_restarts=0 does not start it again; resume=auto goes on from the checkpoint of step" in err
+    assert "max_restarts=0 allows no restart; resume=auto continues from the checkpoint of step" in err
     assert not outlived(family)
 
 
@@ -354,7 +354,7 @@ def test_a_killed_driver_leaves_no_worker_behind(ray_environment: dict[str, str]
         driver.kill()
         _, err = process.communicate(timeout=60)
         assert process.returncode == 137
-        assert "killed by signal 9 (Killed), and max_restarts=0 does not start it again; resume=auto goes on" in err
+        assert "killed by signal 9 (Killed), and max_restarts=0 allows no restart; resume=auto continues" in err
         # those that serve the cluster end by themselves, some of them when they next look for their node
         assert not outlived(workers), "workers left behind"
 
@@ -430,7 +430,7 @@ def test_torchrun_and_ray_together_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = Model(tiny=TinyModel())
     config = Config(model=model, cluster=Cluster(gpus_per_node=2))
-    with pytest.raises(ConfigError, match="torchrun has started 2 processes; leave torchrun"):
+    with pytest.raises(ConfigError, match="torchrun has started 2 processes; leave out torchrun"):
         open_backends(config, model, cast(Any, None))
 
 

@@ -126,5 +126,5 @@ def test_learners_are_some_and_divided_by_replicas() -> None:
     assert Placement.of(cluster, 8, replicas=3).replicas == 3
     with pytest.raises(ConfigError, match=r"replicas=4\b.*\b1, 2, 3 or 6$"):
         Placement.of(cluster, 8, replicas=4)
-    with pytest.raises(ConfigError, match="there are 1 processes, so that none trains"):
+    with pytest.raises(ConfigError, match="there are 1 processes in all, so none would train"):
         Placement.of(Cluster(placement="disaggregated", rollout_gpus=1), 1)

@@ -201,7 +201,7 @@ def test_a_step_in_which_nothing_is_scored_stops_the_run(tmp_path: Path) -> None
     slow = Slow(KeyError("away"), bad=[f"train/{n}" for n in range(16)])
     run = with_grading(bandit_run(tmp_path, max_steps=1), slow_grading(slow))
     with pytest.raises(
-        TrainError, match=r"none of the 8 groups of step 0 could be scored; the last: train/\d+: slow raised"
+        TrainError, match=r"none of the 8 groups of step 0 could be scored; the last error: train/\d+: slow raised"
     ):
         train(run)
 

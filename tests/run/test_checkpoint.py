@@ -120,7 +120,7 @@ NOT_ONE = r"is not a checkpoint, such as runs/x/checkpoints/step-100; set"
         (
             "checkpoints/step-2",
             {"seed": 7},
-            r"seed=7, but the run in .*whole began with 0; set it back to resume, or start anew",
+            r"seed=7, but the run in .*whole began with 0; set it back to resume, or start over",
         ),
     ],
 )
@@ -135,7 +135,9 @@ def test_what_cannot_be_resumed_is_said(
 def test_a_damaged_one_is_an_error(tmp_path: Path) -> None:
     state = checkpoint(run_in(tmp_path / "run", max_steps=1), 1) / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"step": 1, "pace": {}}))
-    with pytest.raises(DataError, match=r"step-1: this checkpoint is damaged: state\.json is not as it was written"):
+    with pytest.raises(
+        DataError, match=r"step-1: this checkpoint is damaged: state\.json differs from what was written"
+    ):
         run_in(tmp_path / "new", resume=str(state.parent))
 
 

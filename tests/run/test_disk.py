@@ -69,7 +69,9 @@ def test_a_save_that_will_not_fit_is_not_begun_and_the_run_goes_on_after_room_wa
     folder, ballast = small_disk / "run", small_disk / "ballast"
     ballast.write_bytes(bytes(2 * MIB + MIB // 2))
     no_room = r"no room for the checkpoint of step 10: it needs about 1\.0 MiB, and 0\.\d MiB are free in "
-    with pytest.raises(TrainError, match=rf"{no_room}{folder}/checkpoints; make room there and go on with resume=auto"):
+    with pytest.raises(
+        TrainError, match=rf"{no_room}{folder}/checkpoints; make room there and continue with resume=auto"
+    ):
         train(large_run(folder))
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-0"]
     ballast.unlink()

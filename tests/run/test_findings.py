@@ -156,11 +156,11 @@ def test_more_prompts_a_step_than_rows_is_said_at_the_start() -> None:
 
     warning = too_few_rows(60, of(1000))
     assert warning is not None
-    assert warning.startswith("rollout.prompts_per_step=1000 is more than the 60 training rows, so that rows come 17")
+    assert warning.startswith("rollout.prompts_per_step=1000 is more than the 60 training rows, so rows repeat 17")
     assert too_few_rows(60, of(60)) is None
     # in epochs, a step ends with the last of them
-    assert "so that a step takes all of them, each once; lower" in str(too_few_rows(60, of(1000, max_epochs=1)))
-    assert "so that rows come 2 times in one step" in str(too_few_rows(60, of(1000, max_epochs=2)))
+    assert "so a step takes each of them once; lower" in str(too_few_rows(60, of(1000, max_epochs=1)))
+    assert "so rows repeat 2 times in one step" in str(too_few_rows(60, of(1000, max_epochs=2)))
 
 
 def printed_by(run: Run) -> list[str]:
@@ -188,4 +188,4 @@ def test_a_run_that_ends_early_prints_it_at_its_end_too(tmp_path: Path) -> None:
     said = [place for place, line in enumerate(lines) if "is more than the 16 training rows" in line]
     assert len(said) == 2
     assert said[1] == len(lines) - 2, "before the line on how to go on"
-    assert "max_hours=1e-09 are over: saved at step 1" in lines[-1]
+    assert "max_hours=1e-09 is reached: saved at step 1" in lines[-1]

@@ -101,18 +101,18 @@ def put(name: str, old: str, new: str) -> Callable[[Path], int]:
         (swapped_rows, r"train row 0 \(train\.jsonl line \d+\) was [0-9a-f]+ and is [0-9a-f]+; train row 1 \("),
         (lambda folder: write_rows(folder / "train.jsonl", "01234567891"), "number of train rows was 10 and is 11"),
         (lambda folder: write_rows(folder / "test.jsonl", "9123456789"), r"test row 0"),
-        (lambda folder: write_rows(folder / "train.jsonl", picture=1), r"train row 0 .*; and 7 more; set them back"),
+        (lambda folder: write_rows(folder / "train.jsonl", picture=1), r"train row 0 .*; and 7 more; restore them"),
         (
             put("own.py", "float(", "1 - float("),
-            r"other inputs than it has read so far: code of reward=.*own\.py:right was \d+ bytes",
+            r"inputs of this run have changed since its checkpoint: code of reward=.*own\.py:right was \d+ bytes",
         ),
         # in a module that a module of the reward's imports, when it is called
         (
             put("helpers/rules.py", "1", "2"),
-            r"so far: code of reward=own\.py:right, its import helpers/rules\.py was \d+ bytes",
+            r"checkpoint: code of reward=own\.py:right, its import helpers/rules\.py was \d+ bytes",
         ),
-        (flipped_weight, r"so far: file of the model model\.safetensors was (\d+) bytes, .* and is \1 bytes, "),
-        (put("model/tokenizer.json", "{", " {"), r"so far: file of the model tokenizer\.json was"),
+        (flipped_weight, r"checkpoint: file of the model model\.safetensors was (\d+) bytes, .* and is \1 bytes, "),
+        (put("model/tokenizer.json", "{", " {"), r"checkpoint: file of the model tokenizer\.json was"),
     ],
     ids=["answer", "order", "number", "test row", "image", "reward", "import", "weights", "tokenizer"],
 )
@@ -123,7 +123,7 @@ def test_what_changed_is_named_and_may_be_allowed(
     shutil.copytree(begun, folder)
     monkeypatch.chdir(folder)
     change(folder)
-    with pytest.raises(DataError, match=rf"{named}.*resume_changed=allow to go on with what is there now, or start"):
+    with pytest.raises(DataError, match=rf"{named}.*resume_changed=allow to continue with the changed ones, or"):
         build(settings(resume="auto"))
     build(settings(resume="auto", resume_changed="allow")).held.close()
 
@@ -142,15 +142,15 @@ def test_other_versions_of_libraries_stop_a_run_and_patches_are_said() -> None:
     check_unchanged(before, before, allow=False, say=said.append)
     assert said == []
     check_unchanged(before, before | {"library torch": "2.9.1+cpu"}, allow=False, say=said.append)
-    assert said == ["other inputs than before the resume: library torch was 2.9.0 and is 2.9.1+cpu"]
-    with pytest.raises(DataError, match=r"so far: library transformers was 5\.1\.0 and is 5\.2\.0; set them back"):
+    assert said == ["inputs have changed since the checkpoint: library torch was 2.9.0 and is 2.9.1+cpu"]
+    with pytest.raises(DataError, match=r"checkpoint: library transformers was 5\.1\.0 and is 5\.2\.0; restore them"):
         check_unchanged(before, before | {"library transformers": "5.2.0"}, allow=False, say=said.append)
 
 
 def test_what_comes_and_goes_is_a_change_too() -> None:
     assert [str(change) for change in changes({"a": "1", "b": "2"}, {"b": "2", "c": "3"})] == [
-        "a was 1 and is not there",
-        "c was not there and is 3",
+        "a was 1 and is absent",
+        "c was absent and is 3",
     ]
 
 

@@ -86,11 +86,11 @@ def test_a_folder_stays_that_was_there_before_or_has_a_time_or_a_step(tmp_path: 
 
 def test_a_run_that_has_taken_no_step_names_the_way_out(tmp_path: Path) -> None:
     folder = holds_a_run(tmp_path / "run")
-    way = r"; it has taken no step: after a correction of code or rows add resume_changed=allow, or delete the folder$"
+    way = r"; it has taken no step: after correcting code or rows, add resume_changed=allow, or delete the folder$"
     with pytest.raises(ConfigError, match=rf"already holds a run; set resume=auto .*{way}"):
         start(folder, config())
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError, match=r"or another run_dir$"):
+    with pytest.raises(ConfigError, match=r"or set another run_dir$"):
         start(folder, config())
 
 
@@ -155,7 +155,7 @@ def test_a_resume_that_would_end_before_it_begins_is_refused_and_changes_nothing
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"seed": 1}, r"seed=1, but the run in .* began with 0; set it back to resume, or start anew"),
+        ({"seed": 1}, r"seed=1, but the run in .* began with 0; set it back to resume, or start over"),
         # the name before what it stands for
         ({"algorithm": {"name": "gspo"}}, r"^algorithm\.name=gspo, but the run in .* began with grpo; set it back"),
         ({"train": {"betas": (0.5, 0.6)}}, r"train\.betas=\[0\.5, 0\.6\], but the run"),

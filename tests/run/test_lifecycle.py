@@ -210,7 +210,7 @@ def test_reasons_of_unscored_groups_stand_once_after_a_resume(tmp_path: Path) ->
             "step 2: memory ran out in the update",
             "of 512 tokens at most from here on, in place of train.max_tokens_per_microbatch=16384",
         ),
-        ({"transfer/engines_lost": 1.0}, "step 2: 1 of the engines had their process end or hang; the run goes on", ""),
+        ({"transfer/engines_lost": 1.0}, "step 2: engines whose process ended or hung: 1; the run continues", ""),
     ],
     ids=["memory ran out", "a lost engine"],
 )

@@ -63,7 +63,7 @@ def test_a_killed_process_is_in_nobodys_way(tmp_path: Path) -> None:
 def test_an_owner_on_another_host_is_for_the_user_to_judge(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(Owner(host="node-17", pid=4, started="1"))))
     with (
-        pytest.raises(ConfigError, match=r"held by process 4 on host node-17, .* delete .*run\.lock"),
+        pytest.raises(ConfigError, match=r"locked by process 4 on host node-17, .* delete .*run\.lock"),
         locked(tmp_path),
     ):
         pass
@@ -109,5 +109,5 @@ def test_the_lock_of_a_folder_that_its_run_deletes_is_nobodys(tmp_path: Path, mo
         take(file, how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fcntl, "flock", delete_first)
-    with pytest.raises(ConfigError, match=r"was deleted by a run that ended just now .* start again"), locked(tmp_path):
+    with pytest.raises(ConfigError, match=r"was just deleted by a run that ended .* start again"), locked(tmp_path):
         pass

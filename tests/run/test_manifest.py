@@ -49,9 +49,9 @@ def test_the_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (lambda folder: flip(folder / "b"), "b is not as it was written"),
-        (lambda folder: os.truncate(folder / "b", 50 * 255 - 1), "b is not as it was written"),
-        (lambda folder: zero_page(folder / "b"), "b is not as it was written"),
+        (lambda folder: flip(folder / "b"), "b differs from what was written"),
+        (lambda folder: os.truncate(folder / "b", 50 * 255 - 1), "b differs from what was written"),
+        (lambda folder: zero_page(folder / "b"), "b differs from what was written"),
         (lambda folder: (folder / "b").unlink(), "b is missing"),
         (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
         (lambda folder: (folder / MANIFEST).write_text("{"), "its manifest.json cannot be read (JSONDecodeError"),
@@ -84,7 +84,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     said: list[str] = []
     resumed.progress.print = lambda line: said.append(str(line))  # type: ignore[method-assign]
     train(resumed)
-    assert said[0] == f"{spoiled} is damaged: it is passed over, and kept as step-20.damaged"
+    assert said[0] == f"{spoiled} is damaged: it is skipped, and kept as step-20.damaged"
     assert said[0] in capsys.readouterr().err, "said also where log.progress=false"
     assert "resumed at step 10" in said[1]
     assert untimed(broken) == untimed(whole)
@@ -111,7 +111,7 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_with_the_version_that_wrot
     del state["format"]
     (newest / "state.json").write_text(json.dumps(state | {"fingerprint": {"library fovea": "0.0.9"}}))
     write_manifest(newest)
-    refused = r"step-20: this checkpoint is of format 1, .*; Fovea 0\.0\.9 wrote it: resume"
+    refused = r"step-20: this checkpoint has format 1, .*; Fovea 0\.0\.9 wrote it: resume"
     for read in (lambda: bandit_run(tmp_path, resume=True), lambda: find_checkpoint(newest)):
         with pytest.raises(DataError, match=refused):
             read()
@@ -121,7 +121,7 @@ def test_without_any_whole_checkpoint_nothing_goes_on(tmp_path: Path) -> None:
     train(bandit_run(tmp_path, max_steps=20))
     for folder in (tmp_path / "checkpoints").iterdir():
         flip(folder / "table.json")
-    with pytest.raises(DataError, match=r"step-20: this checkpoint is damaged: table\.json .* start anew in another"):
+    with pytest.raises(DataError, match=r"step-20: this checkpoint is damaged: table\.json .* start over in another"):
         Checkpoints(tmp_path, keep=2).latest()
 
 
@@ -134,7 +134,7 @@ def test_a_damaged_checkpoint_that_is_named_is_an_error_with_another_to_name(tmp
         write_manifest(checkpoints / f"step-{step}")
     assert find_checkpoint(checkpoints / "step-20").folder.name == find_checkpoint(tmp_path).folder.name == "step-20"
     flip(checkpoints / "step-20" / "weights")
-    with pytest.raises(DataError, match=r"step-20: .*weights is not .*; name .*step-10 instead"):
+    with pytest.raises(DataError, match=r"step-20: .*weights differs .*; name .*step-10 instead"):
         find_checkpoint(checkpoints / "step-20")
     with pytest.raises(DataError, match=r"step-20 is damaged; name .*step-10 for the checkpoint before it"):
         find_checkpoint(tmp_path)

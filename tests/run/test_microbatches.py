@@ -73,7 +73,7 @@ def test_a_rank_that_ran_out_of_memory_leaves_a_size_for_the_next_attempt(
     assert sizes(tmp_path) == [SETTING] * 10 + [left]
 
 
-LIMITED = f"micro-batches have {SETTING // 2} tokens at most, since memory ran out before this resume; another value of"
+LIMITED = f"micro-batches have {SETTING // 2} tokens at most, since memory ran out before this resume; set train.max"
 FREED = "the KV cache is freed before every update, since memory ran out before this resume"
 
 

@@ -105,13 +105,15 @@ def test_other_weights_in_the_engine_stop_the_run(tmp_path: Path, monkeypatch: p
     message = str(stopped.value)
     assert message.startswith("tiny qwen3_vl: on prompts with")
     assert "log-probs of the embedded engine and of the trainer differ by " in message
-    assert "parity.max_abs_logprob_diff=0.1; worst is token '" in message
-    assert "Engine and trainer hold other weights, or" in message
+    assert "parity.max_abs_logprob_diff=0.1; the worst token is '" in message
+    assert "Engine and trainer hold different weights, or" in message
     found = json.loads((tmp_path / "parity.json").read_text())
     assert not found["passed"]
     worst = max(found["prompts"], key=lambda kind: kind["mean_abs"])["worst_token"]
     text, row, number = worst["text"], worst["row"], worst["number"]
-    assert f"worst is token {text!r} (id {worst['token_id']}), number {number} of a completion of {row}: " in message
+    assert (
+        f"the worst token is {text!r} (id {worst['token_id']}), number {number} of a completion of {row}: " in message
+    )
     assert f"{worst['engine_logprob']:.3f} in the engine, {worst['trainer_logprob']:.3f} in the trainer" in message
     assert not (tmp_path / "checkpoints").exists()
     assert not read_metrics(tmp_path)
@@ -277,7 +279,7 @@ def test_the_doctor_says_what_is_broken(recipe: Path, monkeypatch: pytest.Monkey
     code, out, _ = doctor()
     assert code == 1, out
     assert "tiny qwen3_vl: on prompts with" in " ".join(out.split())
-    assert "worst is token" in out
+    assert "the worst token is" in out
 
 
 def test_the_doctor_wants_something_to_look_at(recipe: Path) -> None:

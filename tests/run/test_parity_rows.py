@@ -93,8 +93,8 @@ def test_the_search_has_as_many_rows_as_are_asked_for(tmp_path: Path) -> None:
     found, said = search(tmp_path, lambda number: number in (1, 2, 4, 5), max_seconds=1000.0)
     assert found == ["train/1", "train/2", "train/4"]
     assert said == [
-        "parity gate: 0 of 3 rows found among 1 tried; train/0 is broken",
-        "parity gate: 2 of 3 rows found among 4 tried; train/3 is broken",
+        "parity gate: found 0 of 3 usable rows among 1 tried; train/0 is broken",
+        "parity gate: found 2 of 3 usable rows among 4 tried; train/3 is broken",
     ]
 
 
@@ -105,10 +105,10 @@ def test_rows_found_in_time_are_all(tmp_path: Path) -> None:
 
 
 def test_without_any_row_the_limit_is_named_where_it_was_the_reason(tmp_path: Path) -> None:
-    in_time = "^none of the first 4 training rows can be used within 20 s, the last one: train/3 is"
+    in_time = "^none of the first 4 training rows can be used within 20 s; the last error: train/3 is"
     with pytest.raises(DataError, match=in_time):
         search(tmp_path, lambda _: False, max_seconds=2 * ROW_SECONDS)
-    with pytest.raises(DataError, match=r"first 16 training rows can be used, the last one: train/15 is"):
+    with pytest.raises(DataError, match=r"first 16 training rows can be used; the last error: train/15 is"):
         search(tmp_path, lambda _: False, max_seconds=1000.0)
 
 

@@ -79,7 +79,9 @@ def test_the_worst_of_both_kinds_is_named(far: PromptKind) -> None:
     assert not result.passed
     message = parity_failure(result)
     assert f"on prompts {far} the log-probs of the e engine and of the trainer differ by 0.675 on average" in message
-    assert f"worst is token '2' (id 2), number 2 of a completion of {far}: -3.000 in the engine, -1.000 in" in message
+    assert (
+        f"the worst token is '2' (id 2), number 2 of a completion of {far}: -3.000 in the engine, -1.000 in" in message
+    )
     assert ("Without images they agree" in message) is (far == "with images")
 
 
@@ -99,7 +101,7 @@ def test_few_tokens_that_are_far_off_are_beyond_the_limit_of_k3(far: PromptKind)
     assert not result.passed
     assert (
         f"on prompts {far} the log-probs of the e engine and of the trainer have a k3 of 0.0878, and "
-        "parity.max_abs_logprob_diff=0.1 stands for up to 0.02;"
+        "parity.max_abs_logprob_diff=0.1 allows up to 0.02;"
     ) in parity_failure(result)
     assert summary_line(result).startswith(f"engine and trainer differ (on prompts {far} they have a k3 of 0.0878")
 

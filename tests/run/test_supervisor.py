@@ -48,7 +48,7 @@ def test_a_new_checkpoint_gives_all_restarts_back(tmp_path: Path) -> None:
         assert not run.refusal
         run.count()
         assert run.left == left
-    assert run.refusal == "max_restarts=2 were used up without a new checkpoint"
+    assert run.refusal == "max_restarts=2 is used up without a new checkpoint"
     assert run.place == "the checkpoint of step 20"
 
 
@@ -100,12 +100,12 @@ def test_hours_are_those_of_all_attempts(tmp_path: Path, monkeypatch: pytest.Mon
     run.count()
     assert run.words() == ["--spent-seconds=1800.000", f'run_dir="{tmp_path}"']
     monkeypatch.setattr("fovea.run.supervisor.monotonic", lambda: 2.0 * 3600)
-    assert run.refusal == "max_hours=2 are over"
+    assert run.refusal == "max_hours=2 is reached"
 
 
 def test_torchrun_restarts_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"max_restarts=1 under torchrun, .* give torchrun --max-restarts"):
+    with pytest.raises(ConfigError, match=r"max_restarts=1 is set under torchrun, .* give torchrun --max-restarts"):
         supervise(restarts(tmp_path, max_restarts=1).config, [])
 
 

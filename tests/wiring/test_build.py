@@ -173,7 +173,7 @@ def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: P
     """The train rows stand in for the test rows."""
     run = run_of(tmp_path, evaluate={"shared_images": "forbid", "image_controls": False})
     object.__setattr__(run.sources, "test", run.sources.train)
-    with run.metrics, pytest.raises(TrainError, match="12 held-out images are also in the training split"):
+    with run.metrics, pytest.raises(TrainError, match="12 test images are also in the training split"):
         wait_for(begin(run))
     assert not (tmp_path / "checkpoints").exists()
 

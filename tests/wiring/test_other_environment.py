@@ -81,7 +81,7 @@ def test_an_interpreter_without_fovea_is_told_what_to_install(script: str, said:
     python = interpreter(tmp_path / "bin", script)
     # the gym by its folder too, since no index has it
     install = r"pip install (-e )?'\S+/gym' (-e )?'\S+\[vllm\]'"
-    advice = rf"where Fovea or the engine is missing there: {python} -m {install}$"
+    advice = rf"if Fovea or the engine is missing there: {python} -m {install}$"
     with pytest.raises(ConfigError, match=rf"^rollout\.engine\.python={python}: .*{said}.*; {advice}"):
         make(tmp_path, python)
 
