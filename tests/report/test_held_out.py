@@ -120,7 +120,7 @@ def test_damaged_names_of_pictures_are_named(client: TestClient, folder: Path, c
     (folder / "answers" / "pictures-test.json").write_text(content)
     answer = client.get("/data/answers/0/0")
     assert answer.status_code == 422
-    assert "pictures-test.json names no pictures" in answer.json()["error"]
+    assert "pictures-test.json does not hold names of pictures" in answer.json()["error"]
 
 
 def test_turns_of_an_answer_are_kept(client: TestClient, folder: Path) -> None:
