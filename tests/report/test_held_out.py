@@ -84,7 +84,7 @@ def test_damaged_answers_are_named(client: TestClient, folder: Path, content: st
     (folder / "answers" / "test-final.jsonl").write_bytes(content.encode("utf-8", "surrogatepass"))
     answer = client.get("/data/answers/0/0")
     assert answer.status_code == 422
-    assert "test-final.jsonl holds no answers" in answer.json()["error"]
+    assert "test-final.jsonl does not hold answers" in answer.json()["error"]
 
 
 @pytest.mark.parametrize("name", ["answers/test-final.jsonl", "console.txt"])

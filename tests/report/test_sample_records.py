@@ -141,7 +141,7 @@ def test_per_token_values_of_another_length_are_refused(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, [record()])
     path = tmp_path / "samples" / "step-000001.jsonl"
     path.write_text(path.read_text().replace("[-0.5, -0.26]", "[-0.5]"))
-    with pytest.raises(DataError, match="values of 2, 1 and 2 tokens for 2"):
+    with pytest.raises(DataError, match="2 tokens have 2 engine log-probs, 1 trainer"):
         read_step(tmp_path, 1)
 
 
