@@ -68,7 +68,7 @@ def _text(value: object) -> str:
     try:
         return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     except ValueError:
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
 
 
 def _cut(text: str, max_chars: int) -> str:

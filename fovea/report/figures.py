@@ -249,7 +249,7 @@ def _share_row(name: str, values: Sequence[Cell]) -> FigureRow:
 def _controls_note(summary: SummaryJson) -> str:
     images = {"another question's image": summary["shuffled_images"], "a blank one": summary["blank_images"]}
     shares = [f"{percent(value)} % right with {name}" for name, value in images.items() if value is not None]
-    return f"The trained model gets {' and '.join(shares)}, from the text without the picture." if shares else ""
+    return f"The trained model gets {' and '.join(shares)}, using only the text of the question." if shares else ""
 
 
 def _phases(curves: Curves) -> FigureTable:

@@ -102,7 +102,7 @@ def run_routes(runs: Sequence[ViewedRun]) -> list[BaseRoute]:
     def image(request: Request) -> Response:
         png = read_image(run_of(request).folder, request.path_params["name"])
         if png is None:
-            raise HTTPException(404, "this image is gone from samples/images")
+            raise HTTPException(404, "this image was deleted from samples/images")
         return Response(png, media_type="image/png")
 
     return [

@@ -181,7 +181,7 @@ def test_settings_of_a_stranger_are_shown_as_far_as_can_be(client: TestClient, f
     )
     assert facts(client)["max_steps"] is None
     settings = dict(client.get("/data/about/0/0").json()["settings"])
-    assert settings["a.b"] == "a number of thousands of digits"
+    assert settings["a.b"] == "a number with thousands of digits"
     assert len(settings["a.c"]) < 2100
 
 
