@@ -5,8 +5,8 @@ r"""Counting in scenes, where the text of some questions tells the answer: RL co
         rollout.stop_after_answer=false algorithm.entropy_coef=0.02 algorithm.max_groups_without_signal=0
 
 PAPO's masked view from the same warm-up, exported as START: the same with `model.tiny=null model.path=START warmup=null
-algorithm.augmentation.name=papo algorithm.augmentation.mask_patch_px=8
-algorithm.augmentation.mask_ratio=0.9 algorithm.augmentation.coef=0.02`.
+algorithm.augmentation.name=papo algorithm.augmentation.mask_patch_px=8 algorithm.augmentation.mask_ratio=0.9
+algorithm.augmentation.coef=0.02`.
 
 Rows whose text tells the number are of kind `told`, the others of kind `seen`.
 """
