@@ -116,14 +116,14 @@ class Findings:
         self.failed: list[str] = []
 
     def part(self, name: str, title: str, rows: Iterator[Figures]) -> None:
-        """Run a part and print its results; if it raises an error, add it to `failed` and continue with the next part."""
+        """Run a part and print its results; after an error, add the part to `failed` and let the program continue."""
         found = self.rows[name] = []
         try:
             for row in rows:
                 found.append(row)
                 print(f"{name}: {', '.join(f'{key} {_shown(value)}' for key, value in row.items())}", flush=True)
                 self._save()
-        except Exception:  # the later parts should run after any error of a kernel, of memory or of TRL
+        except Exception:  # later parts should run after any error of a kernel, memory or TRL
             traceback.print_exc()
             self.failed.append(name)
             give_back_memory()
