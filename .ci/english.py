@@ -39,7 +39,7 @@ FIRST_WORDS = re.compile(r"(?:What|Whether|Where|That|Those|So that)\b")
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield line number, text and is-docstring for the strings and comments of Python files and lines of others."""
+    """Yield line number, text, and True for a docstring: strings and comments of Python files, lines of others."""
     content = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         yield from ((number, line, False) for number, line in enumerate(content.splitlines(), 1))

@@ -40,7 +40,7 @@ SHARED = (
     "tests/runs.py",
     "tests/tiny_models.py",
 )
-"""Covered by every suite that starts processes: the records that processes exchange, and their transport."""
+"""Files that every suite with several processes covers: the records that these exchange, and their transport."""
 ENGINES = (
     *SHARED,
     "fovea/rollout/*.py",
@@ -171,7 +171,7 @@ def recorded(root: Path) -> dict[str, str]:
 
 
 def is_unchanged(suite: str, root: Path) -> bool:
-    """True if a suite has passed on the present files."""
+    """True if a suite has passed on the current files."""
     return recorded(root).get(suite) == hash_of(suite, root)
 
 

@@ -102,7 +102,7 @@ def _draw(curves: Sequence[Curve], path: Path, label: str, *, with_entropy: bool
     for panel, text in zip(panels, (label, "entropy, nats per token"), strict=False):
         tidy(panel)
         panel.set_ylabel(text, color=TEXT_COLOUR)
-    # outside of the panels, where it does not hide lines
+    # place the legend outside of the panels, where it does not hide lines
     figure.legend(frameon=False, loc="outside upper center", ncols=2, labelcolor=TEXT_COLOUR)
     panels[-1].set_xlabel("thousand tokens generated", color=TEXT_COLOUR)
     figure.savefig(path, format="png")

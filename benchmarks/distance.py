@@ -75,7 +75,7 @@ class Recorder:
     """A profiler that traces a thread or a task back to the call that started it, not to the loop that runs it."""
 
     def __init__(self) -> None:
-        self.functions = defaultdict[str, set[str]](set)  # by file
+        self.functions = defaultdict[str, set[str]](set)  # functions that ran, by file
         self.stacks = defaultdict[str, set[Stack]](set)  # by function, only for functions in `WAYS`
         self._begun_by: dict[object, Stack] = {}
 
@@ -139,7 +139,7 @@ def recorded_step(*overrides: str) -> Recorder:
 
 
 def way(recorder: Recorder, made: str, used: str) -> Count:
-    """The way from one function to another; if they run several times, the way with the fewest changes of file."""
+    """The way from one function to another; if they run several times, the way with the fewest file changes."""
     stacks = [[stack for stack in recorder.stacks[end] if stack[0][1] == "take_step"] for end in (made, used)]
     if not all(stacks):
         return f"GONE: {used if stacks[0] else made} does not run within take_step; put its successor into WAYS", []

@@ -133,7 +133,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _engine(text: str) -> tuple[str, str]:
     name, _, python = text.partition("=")
     if not Path(python).is_file():
-        raise argparse.ArgumentTypeError(f"{text}: no such file: {python!r}; give ENGINE=PATH/TO/python")
+        raise argparse.ArgumentTypeError(f"{text}: there is no file {python!r}; give ENGINE=PATH/TO/python")
     return name, python
 
 

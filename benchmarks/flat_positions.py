@@ -22,7 +22,7 @@ from fovea.models.families.qwen_vl import QwenVL
 
 @contextmanager
 def flat_positions(name: str) -> Iterator[None]:
-    """In the context, a Qwen-VL model computes the wrong positions of this name."""
+    """Let Qwen-VL models compute the wrong positions of this name in the context."""
     wrong, own = POSITIONS[name], QwenVL.positions
 
     def positions(*call: Any) -> Positions:

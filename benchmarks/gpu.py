@@ -116,7 +116,7 @@ class Findings:
         self.failed: list[str] = []
 
     def part(self, name: str, title: str, rows: Iterator[Figures]) -> None:
-        """Run a part and print its results; after an error, add the part to `failed` and let the program continue."""
+        """Run a part and print its results; an error ends only this part, which is added to `failed`."""
         found = self.rows[name] = []
         try:
             for row in rows:

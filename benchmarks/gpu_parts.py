@@ -190,7 +190,7 @@ def _growth(cases: Sequence[Case], case: Case) -> float:
 
 
 def update_operations(case: Case, ours: Ours) -> float:
-    """Operations of forward and backward pass over images, prompts and completions, with each prompt counted once."""
+    """Operations of forward and backward passes over images, prompts and completions; each prompt counts once."""
     work = family_of(ours.shared.parts.network.config, "").work
     passes: Passes = training_passes(lora=False, trains_vision=True, features_cached=False)
     return sum(

@@ -78,7 +78,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A kill that has happened."""
+    """A kill that was carried out."""
 
     moment: Moment
     taken: int
@@ -245,7 +245,7 @@ def metric_differences(whole: Path, other: Path) -> list[str]:
         f"step {mine['step']:.0f}: {key}: {mine.get(key)} and {theirs.get(key)}"
         for mine, theirs in zip(*rows, strict=True)
         for key in sorted(mine.keys() | theirs.keys())
-        if repr(mine.get(key)) != repr(theirs.get(key))  # repr: NaN equals NaN
+        if repr(mine.get(key)) != repr(theirs.get(key))  # compare by repr, so that NaN equals NaN
     ]
 
 

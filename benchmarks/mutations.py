@@ -41,7 +41,7 @@ MAX_TESTS = 250
 QUIET = ("-q", "-p", "no:cacheprovider")
 EXIT_CODE = "exit code"
 HANG_SECONDS = 60
-"""Time limit of one test with an active mutant; after it, the test counts as hanging."""
+"""Time limit of one test with an active mutant; a test that takes longer counts as hanging."""
 FORK = """
 import builtins, importlib, json, os, signal, sys, time
 import pytest

@@ -180,14 +180,14 @@ CHANGES: dict[str, Callable[[int], Callable[[Prompt, bool], Prompt]]] = {
     "the last image missing": lambda pad: lambda prompt, _: _without(prompt, 0, pad) if prompt.images else prompt,
     "a later turn's image missing": lambda pad: lambda prompt, later: _without(prompt, -1, pad) if later else prompt,
 }
-"""By fault, a function from the id of image tokens to the change of a prompt (`BrokenEngine`)."""
+"""For each fault, a function that returns the change of a prompt, given the id of image tokens."""
 POSITIONS = {"two of three M-RoPE rows dropped": _rows_dropped, "1-D positions": _one_by_one}
 FAULTS = (*CHANGES, *POSITIONS, STALE)
 
 
 @contextmanager
 def broken_positions(engine: BrokenEngine, wrong: Callable[..., Positions]) -> Iterator[None]:
-    """In the context, the engine computes wrong positions; the trainer's positions stay right."""
+    """Let the engine compute wrong positions in the context; the trainer's positions stay right."""
     own = QwenVL.positions
 
     def positions(*call: Any) -> Positions:
@@ -234,7 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--warmup-steps", type=int, default=WARMUP_STEPS, help="supervised steps before the second row")
-    parser.add_argument("--sound-runs", type=int, default=0, help="check so many sound runs instead")
+    parser.add_argument(
+        "--sound-runs", type=int, default=0, help="number of sound runs to check instead of printing the table"
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="do not begin a sound run after this time")
     options = parser.parse_args(arguments)
     if options.sound_runs:

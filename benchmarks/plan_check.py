@@ -153,7 +153,7 @@ def _with_lengths(run: Run) -> Config:
 
 
 def as_planned(run: Run, plan: Mapping[str, object]) -> Config:
-    """The settings of a run for `fovea plan` on a CPU: its model from the run folder, and the settings `plan`."""
+    """The settings of a run for `fovea plan` on a CPU, with the run's model and the given `plan` section."""
     made = {"path": str(run.folder / MODEL_FOLDER), "tiny": None}
     sections = {
         "plan": run.config.plan.model_copy(update={"gpu": "cpu", **plan}),

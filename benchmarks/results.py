@@ -1,7 +1,7 @@
 """Test accuracies and rewards of finished runs as Markdown tables: before RL, after RL, and without the image.
 
     python -m benchmarks.results GRPO=runs/g0,runs/g1,runs/g2 PPO=runs/p0,runs/p1,runs/p2
-    python -m benchmarks.results GRPO=runs/g0,runs/g1 --kinds unseen  # one more column over seeds
+    python -m benchmarks.results GRPO=runs/g0,runs/g1 --kinds unseen  # adds a column per kind over seeds
     python -m benchmarks.results --parts GRPO=runs/g0     # parts of the reward instead of question types
 
 The first table has a line per run. Accuracies after RL are followed by their 95 % interval over rows; `-` marks an

@@ -1,4 +1,4 @@
-"""Do occlusion maps highlight the object that a question asks about? Compares their IoU with its box with chance.
+"""Do occlusion maps highlight the object of a question? Compares IoU of map and object's box with that of chance.
 
     fovea train shapes run_dir=runs/shapes
     python -m benchmarks.saliency_boxes runs/shapes --scenes 200

@@ -82,7 +82,7 @@ def _case_names(text: str) -> list[str]:
     names = [name for word in text.split(",") for name in FAMILIES.get(word, (word,))]
     for name in names:
         if name not in CASES:
-            raise argparse.ArgumentTypeError(f"no case {name!r}; there are {', '.join([*CASES, *FAMILIES])}")
+            raise argparse.ArgumentTypeError(f"no case {name!r}; choose from {', '.join([*CASES, *FAMILIES])}")
     return names
 
 
@@ -130,7 +130,7 @@ def _table(results: Results, machine: str) -> Table:
     for name, result in results.items():
         ours, trl, speedup, spreads = (result[key] for key in ("ours", "trl", "speedup", "spread"))
         seconds = (f"{ours['step_seconds']:.2f}", f"{trl['step_seconds']:.2f}")
-        # for a whole step the ratios of medians, of pairs and of the fastest; for its two halves those of medians
+        # a whole step has the ratios of medians, of pairs and of the fastest steps; its halves only that of medians
         found = [speedup["step"][key] for key in ("of_medians", "paired", "of_best")]
         found += [speedup[half]["of_medians"] for half in ("rollout", "train")]
         ratios = (shown_ratio(ratio, tuple(spreads.values())) for ratio in found)

@@ -1,6 +1,6 @@
 """The alignment of SmolVL's vision tower with its language model.
 
-For some pictures the training questions tell colour and shape. For these, the tower's visual token is regressed to a
+For some pictures the training questions reveal colour and shape. For these, the tower's visual token is regressed to a
 target token, with which the frozen language model captions the picture correctly (`captions.py`). There are only 24
 targets, so training them takes minutes; a step of the tower takes a tenth of a second on one core. Answering questions
 about such a token is not trained here: that is what RL improves.

@@ -57,7 +57,7 @@ CHAT_TEMPLATE = f"""\
 {{%- if add_generation_prompt -%}}{{{{ '<|im_start|>assistant\\n' }}}}{{%- endif -%}}
 """
 _VISION: dict[str, Any] = {
-    "hidden_size": 576,  # equal to SmolLM2's
+    "hidden_size": 576,  # SmolLM2's hidden size
     "depth": 2,
     "embed_dim": 64,
     "num_heads": 4,

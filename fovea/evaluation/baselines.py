@@ -53,7 +53,7 @@ async def baseline_answers(
 ) -> list[AnsweredRow]:
     """Score the answers of `answer_of` to the first `size` rows, in the same way as a model's answers.
 
-    A row with an UnscoredError is left out and the reason appended to `unscored`; None raises the error.
+    A row with an UnscoredError is left out and its reason appended to `unscored`; if None, the error is raised.
     """
     size = min(size or len(source), len(source))
     found: list[AnsweredRow] = []

@@ -173,7 +173,7 @@ class ServerSpeaker:
 
 
 async def as_chat_in_thread(messages: Sequence[Message], open_image: OpenImage) -> Chat:
-    """Run `as_chat` in a thread, so that the event loop goes on reading the server's responses."""
+    """Run `as_chat` in a thread, so that the event loop can read the server's responses meanwhile."""
     return await asyncio.to_thread(as_chat, messages, open_image)
 
 
@@ -224,7 +224,7 @@ def _sampled(sampling: Sampling) -> dict[str, Any]:
 
 
 def _reply(choice: Mapping[str, Any], end: AnswerEnd | None) -> Reply:
-    """Convert a choice to a reply, cut at the answer's end: a server does not know that rule."""
+    """Convert a choice to a reply; the text is cut where the answer ends, since a server does not do this."""
     content = choice["message"].get("content")
     text = content if isinstance(content, str) else ""
     if end is not None and (length := find_answer_end(text, end)) is not None:

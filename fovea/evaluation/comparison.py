@@ -11,7 +11,7 @@ from fovea.evaluation.records import AnsweredRow, RecordedEpisode, TaskRow
 from fovea.evaluation.statistics import Difference, best_of, budgets, majority, paired_difference, parts_of
 from fovea_gym.benchmarks.estimates import Estimate, estimate, mean_estimate
 
-if TYPE_CHECKING:  # it imports torch, which pages and summaries do without
+if TYPE_CHECKING:  # it imports torch, which pages and summaries do not need
     from fovea.models.processor import BannedTokens
 
 
@@ -36,7 +36,7 @@ class TargetAnswers:
     unscored: tuple[str, ...] = ()
     """Reasons for the rows that were left out because the grader could not score this target's greedy answer."""
     is_model: bool = True
-    """False for baselines."""
+    """False if the target is a baseline."""
     banned: BannedTokens | None = None
     """Tokens that the model was not allowed to sample; None for baselines."""
 
@@ -84,7 +84,7 @@ class TargetMetrics:
     accuracy: Estimate
     by_kind: Mapping[str, Estimate]
     by_image_type: Mapping[str, Estimate]
-    """Empty without evaluate.image_type_key."""
+    """Accuracy by image type; empty without `evaluate.image_type_key`."""
     reward: Estimate
     parts: Mapping[str, Estimate]
     """Mean of each named part of the reward, over the rows that have it."""
@@ -96,9 +96,9 @@ class TargetMetrics:
     majority: Estimate | None
     """Accuracy of the majority vote over the sampled answers; None without them."""
     image_ablation: ImageAblation | None
-    """None if no ablation was run."""
+    """Accuracies with changed images; None if no ablation was run."""
     picture_dependence: PictureDependence | None
-    """None if no ablation was run, and for servers, which do not return log-probs of given tokens."""
+    """Dependence on images; None without an ablation, and for servers, which cannot score given tokens."""
     rows_skipped: int
     rows_unscored: int
     """Number of rows left out because their grader could not score them."""

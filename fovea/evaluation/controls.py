@@ -200,5 +200,5 @@ def _hashed(source: PromptSource, pixel_hash: PixelHash, sample_rows: int | None
 def _sampled(num_rows: int, sample_rows: int | None) -> Sequence[int]:
     if sample_rows is None or sample_rows >= num_rows:
         return range(num_rows)
-    # sorted as in the files, which are read block by block
+    # in the order of the files, since these are read block by block
     return sorted(random.Random(0).sample(range(num_rows), sample_rows))

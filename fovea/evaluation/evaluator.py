@@ -65,7 +65,7 @@ def answered_rows(
 ) -> Iterator[AnsweredRow]:
     """Yield the records of the rows in `tasks` that have episodes.
 
-    Bad rows are reported to the source. The reason why a row has no score is appended to `unscored`; None raises it.
+    Bad rows are reported to the source. Errors of rows without a score are appended to `unscored`, or raised if None.
     """
     for (index, task), episodes in zip(tasks.items(), answered, strict=True):
         if isinstance(episodes, BadRowError):
@@ -147,7 +147,7 @@ class Evaluator:
     ) -> list[AnsweredRow]:
         """Get `n` scored answers to each of the first `size` rows, greedy without `sampling`; bad rows are skipped.
 
-        A row with an UnscoredError is left out and the reason appended to `unscored`; None raises the error.
+        A row with an UnscoredError is left out and its reason appended to `unscored`; if None, the error is raised.
         """
         found: list[AnsweredRow] = []
         size = min(size or len(source), len(source))

@@ -85,7 +85,7 @@ class RecordedTurn:
     text: str
     finish: FinishReason = "stop"
     tokens: TokenTrace | None = None
-    """Recorded for training samples only."""
+    """Per-token values; recorded for training samples only."""
     version: int | None = None
     """Version of the weights that sampled it, as the number of their weight sync; None for held-out answers."""
     reward: _NumberOrNone = None

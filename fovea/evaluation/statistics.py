@@ -15,7 +15,7 @@ from fovea.types import Evaluation, Metrics
 from fovea_gym.benchmarks.estimates import Estimate, estimate, mean_estimate, wilson_interval
 from fovea_gym.graders.math_answer import last_boxed, same_answer
 
-# with so many, the ends of an interval vary between seeds by about 0.01 of its width
+# with this number, the ends of an interval vary between seeds by about 0.01 of its width
 NUM_RESAMPLES = 10_000
 RESAMPLES_PER_CHUNK = 500
 """Number of resamples in memory at a time."""
@@ -169,7 +169,7 @@ class Figures:
     by_image_type: Mapping[str, Estimate]
     """Accuracy by image type; empty without `evaluate.image_type_key`."""
     reward: Estimate | None
-    """None if no reward was recorded."""
+    """Mean reward; None if no reward was recorded."""
     parts: Mapping[str, Estimate]
     """Mean of each named part of the reward, over the rows that have it."""
     rows_unscored: int = 0

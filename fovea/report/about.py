@@ -1,4 +1,4 @@
-"""The facts about a run that head its report: model, algorithm, data, versions."""
+"""The facts about a run at the head of its report: model, algorithm, data, versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSIONS_FILE = "versions.json"
 MAX_CONFIG_MIB = 1
 HINTS_FILE = "hints.txt"
 SHOWN_RUNS = 4
-"""Most runs that an error names."""
+"""Maximum number of runs that an error names."""
 
 
 def check_run_folder(folder: Path) -> None:

@@ -23,7 +23,7 @@ from fovea_gym.utils.files import json_number
 from fovea_gym.utils.stored import as_json
 
 MAX_MARKS = 200
-"""Most marks taken from one text: more could not be told apart on an image."""
+"""Maximum number of marks taken from one text: more could not be told apart on an image."""
 _LABEL = re.compile(r'"label"\s*:\s*"([^"\\\n]{1,80})"')
 
 

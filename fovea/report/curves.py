@@ -89,9 +89,9 @@ class Tail:
 CHUNK_BYTES = 4 * 2**20
 """Bytes of metrics.jsonl in memory at a time: the file of a long run has hundreds of MiB."""
 MAX_POINTS = 400
-"""Most points of a curve, about one per two pixels of a chart."""
+"""Maximum number of points of a curve, about one per two pixels of a chart."""
 MAX_PARTS = 32
-"""Most parts of the reward that are compared with each other; the overview shows fewer."""
+"""Maximum number of parts of the reward that are compared with each other; the overview shows fewer."""
 Total: TypeAlias = Literal["seconds", "tokens"]
 """Alternatives to the step as x axis: wall time of the steps, or completion tokens."""
 _PART = re.compile(r"reward/[^/]+", re.DOTALL)
@@ -131,7 +131,7 @@ class Curves:
         self._columns: dict[str, _Column] = {}
         self.last_step, self.num_steps = 0, 0
         self.share_read = 1.0
-        """Share of the file that has been read."""
+        """Share of metrics.jsonl that has been read, in 0..1."""
         self._damage: DataError | None = None
 
     def refresh(self, seconds: float = math.inf) -> None:

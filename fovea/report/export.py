@@ -26,7 +26,7 @@ from fovea_gym.utils.files import write_atomically
 
 REPORT_FILE = "report.html"
 MAX_STEPS, MAX_GROUPS, MAX_ANSWERS = 40, 8, 16
-"""Most recorded steps in a file, groups of a step and answers of a group; `fovea view` shows all of them."""
+"""Maximum number of steps in a file, of groups per step and of answers per group; `fovea view` shows all."""
 MAX_EVALUATIONS = 8
 MAX_SAMPLE_MIB, MAX_ANSWER_MIB = 24, 8
 """Size limits for samples and for held-out answers, text and pictures, over all runs of a file."""

@@ -76,12 +76,12 @@ class RunSummary:
     """The summary of a run or of an evaluated target."""
 
     line: str = ""
-    """Steps, seed and seconds in words."""
+    """A sentence with the run's steps, seed and seconds."""
     headline: tuple[Stat, ...] = ()
     tables: tuple[FigureTable, ...] = ()
     notes: tuple[str, ...] = ()
     machine: tuple[Stat, ...] = ()
-    """Memory and throughput."""
+    """Figures of memory and throughput."""
 
 
 def run_summary(summary: SummaryJson | None, curves: Curves) -> RunSummary:

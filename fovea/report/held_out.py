@@ -26,15 +26,15 @@ from fovea_gym.utils.files import write_atomically
 from fovea_gym.utils.stored import as_json, from_json, to_json
 
 MAX_ROWS = 1000
-"""Most answers of an evaluation that are sent to the page."""
+"""Maximum number of an evaluation's rows that are sent to the page."""
 MAX_CHARS = 2000
-"""Longest text of a question, a truth or an answer; longer ones are cut."""
+"""Maximum length of a question, a truth or an answer; longer texts are cut."""
 MAX_EVALUATIONS = 200
-"""Most evaluations that the page offers; a run has one for each evaluation on the dev rows."""
+"""Maximum number of evaluations that the page offers; every evaluation on the dev rows counts."""
 MAX_PICTURED = 200
-"""Most rows with pictures, both in a stored split and in a page of `fovea eval`."""
+"""Maximum number of rows with pictures, in a run folder per split and in a page of `fovea eval`."""
 MAX_PICTURES = 4
-"""Most pictures of a row."""
+"""Maximum number of pictures per row."""
 THUMBNAIL_PX = 384
 """Longer side of a picture, enough to recognise a row; images of training samples are stored larger."""
 

@@ -30,7 +30,7 @@ MODULES = (
     "keys.js",
     "main.js",
 )
-"""Sorted so that each module comes after the modules that it imports."""
+"""The modules of the page, each after the modules that it imports."""
 SCRIPT = "view.js"
 """All modules in one file: browsers request modules one after another, and load none from file:// addresses."""
 PAGE_FILES = ("index.html", STYLE, ICON, SCRIPT)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this TypedDict before Python 3.12
 
 from fovea.evaluation.statistics import percent, percent_text
 from fovea.report.figures import FigureRow, FigureTable, RunSummary

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this TypedDict before Python 3.12
 
 from fovea.evaluation.statistics import Figures, figures_of
 from fovea.types import Evaluation
@@ -18,7 +18,7 @@ from fovea_gym.utils.files import write_atomically
 from fovea_gym.utils.stored import from_json, to_json
 
 Stage: TypeAlias = Literal["before", "warmup", "final"]
-"""When the test rows are evaluated: before training, after a warm-up, after RL."""
+"""Stage at which the test rows are evaluated: before training, after a warm-up, or after RL."""
 STAGES: tuple[Stage, ...] = ("before", "warmup", "final")
 
 

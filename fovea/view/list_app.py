@@ -21,7 +21,7 @@ from fovea.view.server import HEADERS, page, run_routes, secured
 
 LIST_FILE = "runs.html.j2"
 MAX_OPEN = 16
-"""Most pages whose runs stay in memory."""
+"""Maximum number of pages whose runs stay in memory."""
 _POLICY = "content-security-policy"
 
 

@@ -153,7 +153,7 @@ def _as_json(_request: Request, error: Exception) -> Response:
 
 
 class _SetHeaders:
-    """Middleware that adds HEADERS to every response; headers that the response has already stay."""
+    """Middleware that adds HEADERS to every response, without replacing headers that it already has."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -212,4 +212,4 @@ def serve(app: ASGIApp, port: int, say: Callable[[str], None]) -> None:
         try:
             server.run(sockets=[listener])
         except KeyboardInterrupt:
-            return  # uvicorn raises the signal that ended it once more
+            return  # uvicorn raises the signal that stopped it again
