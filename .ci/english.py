@@ -1,8 +1,8 @@
-"""Constructions that read as a translation, in docstrings, comments, help, errors and documents.
+"""Finds constructions that read like a translation, in docstrings, comments, help texts, errors and documents.
 
-    python3 .ci/english.py [FILE...]     prints each with its place; exit code 1 if there is one
+    python3 .ci/english.py [FILE...]     prints each construction with its place; exit code 1 if there is any
 
-CONTRIBUTING.md says what to write in their place. Standard library only.
+CONTRIBUTING.md lists what to write instead. This script uses only the standard library.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ PHRASES = {
     r"(?:^|\. )Those (?:of|that|with|which)\b": "name the noun",
     r"\bthat which\b": "name the noun",
 }
-"""A pattern, and what to write in its place."""
+"""Patterns, each with what to write instead."""
 FIRST_WORDS = re.compile(r"(?:What|Whether|Where|That|Those|So that)\b")
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line number, text, and True for a docstring: strings and comments of Python, lines of other files."""
+    """Yield line number, text, and True for a docstring: strings and comments of Python files, lines of others."""
     content = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         yield from ((number, line, False) for number, line in enumerate(content.splitlines(), 1))
@@ -55,7 +55,7 @@ def texts_of(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 
 def findings(path: Path) -> Iterator[str]:
-    """A line for each construction in a file."""
+    """Yield a line of output for each construction found in a file."""
     for number, text, is_docstring in texts_of(path):
         flat = " ".join(text.split())
         for phrase, better in PHRASES.items():
@@ -67,7 +67,7 @@ def findings(path: Path) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the findings in the given files, or in all; returns the exit code."""
+    """Print the findings in the given files, or in all files; returns the exit code."""
     files = [Path(name) for name in arguments] or [path for pattern in FILES for path in sorted(ROOT.glob(pattern))]
     found = [line for path in files for line in findings(path)]
     for line in found:

@@ -1,14 +1,14 @@
-"""Long suites of tests, each with the files that it covers, and a record of what they last passed on.
+"""The long test suites, with the files that each covers and a record of the files on which each last passed.
 
-    python3 .ci/suites.py unchanged vllm     exit code 0 if vLLM's suite has passed on these very files
-    python3 .ci/suites.py run vllm COMMAND   run it, and record the files if it passed
-    python3 .ci/suites.py                    a line per suite
+    python3 .ci/suites.py unchanged vllm     exit code 0 if vLLM's suite has passed on exactly these files
+    python3 .ci/suites.py run vllm COMMAND   run the suite, and record the files if it passes
+    python3 .ci/suites.py                    print a line per suite
 
-`.ci/run` runs the whole of a suite where a file that it covers has changed since it passed, and else only its tests
-with the marker `smoke`. The record, `.ci/passed`, is committed: a line per suite with its name and a hash of all these
-files; comments and docstrings of Python files are left out of it, since no long suite tests them. Of `oldest` and
-`newest`, whose environments are 6 GB each, it runs the whole or nothing. Standard library only, since this runs before
-anything is installed.
+`.ci/run` runs a whole suite if a file that it covers has changed since it passed, and otherwise only its tests with the
+marker `smoke`. The record `.ci/passed` is committed and has a line per suite, with its name and a hash of its files.
+The hash ignores comments and docstrings of Python files, since no long suite tests them. The suites `oldest` and
+`newest`, whose environments have 6 GB each, run whole or not at all. This script uses only the standard library, since
+it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARED = (
     "tests/runs.py",
     "tests/tiny_models.py",
 )
-"""Covered by each suite that starts processes: the records that these exchange, and how."""
+"""Files that every suite with several processes covers: the records that these exchange, and their transport."""
 ENGINES = (
     *SHARED,
     "fovea/rollout/*.py",
@@ -53,7 +53,7 @@ VERSIONS = (
     *("fovea/models/torch_versions.py", "fovea/models/transformers_versions.py"),
     *("fovea/train/torch/sharding.py", "tests/models/test_torch_versions.py"),
 )
-"""What other versions of torch need: few files, since these suites download 6 GB and CI has no smoke test of them."""
+"""Files that depend on torch's version; kept few, since their suites download 6 GB and have no smoke tests."""
 COVERS: dict[str, tuple[str, ...]] = {
     "vllm": (
         *ENGINES,
@@ -64,7 +64,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     ),
     "sglang": (
         *(*ENGINES, "fovea/rollout/sglang", "tests/rollout/sglang"),
-        "fovea/rollout/embedded/paged_*.py",  # Triton, on CPUs, is in SGLang's environment only
+        "fovea/rollout/embedded/paged_*.py",  # only SGLang's environment has Triton for CPUs
         *("requirements/sglang-cpu.lock", "requirements/sgl_kernel.py", "requirements/torchvision_on_cpu.py"),
     ),
     "megatron": (
@@ -103,34 +103,36 @@ COVERS: dict[str, tuple[str, ...]] = {
     "oldest": (*VERSIONS, "requirements/oldest.txt"),
     "newest": (*VERSIONS, "requirements/newest.txt"),
 }
-"""What each suite covers: files, folders with all below them, and patterns."""
+"""The files, folders with everything below them, and patterns that each suite covers."""
 
 
 class NotCovered(Exception):
-    """A suite names files that are not there, or nobody knows the suite."""
+    """Raised for an unknown suite, or for a suite that names files that do not exist."""
 
 
 def files_of(suite: str, root: Path) -> list[Path]:
-    """The files that a suite covers, sorted; NotCovered where one of its names finds nothing."""
+    """The files that a suite covers, sorted; NotCovered if one of its names does not match any file."""
     if suite not in COVERS:
-        raise NotCovered(f"no suite {suite!r}; there are {', '.join(COVERS)}")
+        raise NotCovered(f"unknown suite {suite!r}; choose from {', '.join(COVERS)}")
     found: set[Path] = set()
     for name in COVERS[suite]:
         files = {file for path in root.glob(name) for file in below(path)}
         if not files:
-            raise NotCovered(f"suite {suite} covers {name}, which finds no file; correct COVERS in .ci/suites.py")
+            raise NotCovered(
+                f"suite {suite} covers {name}, which does not match any file; correct COVERS in .ci/suites.py"
+            )
         found |= files
     return sorted(found)
 
 
 def below(path: Path) -> Iterator[Path]:
-    """A file, or all files of a folder but compiled ones."""
+    """Yield a file itself, or all files of a folder except compiled ones."""
     files = path.rglob("*") if path.is_dir() else [path]
     return (file for file in files if file.is_file() and "__pycache__" not in file.parts)
 
 
 def hash_of(suite: str, root: Path) -> str:
-    """SHA-256 over the names and contents of the files that a suite covers, and over the list of what it covers."""
+    """SHA-256 of the names and contents of the files that a suite covers, and of its entry in COVERS."""
     digest = hashlib.sha256(repr((suite, COVERS.get(suite))).encode())
     for file in files_of(suite, root):
         name = file.relative_to(root).as_posix().encode()
@@ -143,7 +145,7 @@ def hash_of(suite: str, root: Path) -> str:
 
 @cache  # suites share most of their files
 def code_of(content: bytes) -> bytes:
-    """Tokens of a Python file, without comments, blank lines and strings that stand alone, as docstrings do."""
+    """The tokens of a Python file without comments, blank lines and docstrings (strings that are statements)."""
     statements = [node for node in ast.walk(ast.parse(content)) if isinstance(node, ast.Expr)]
     docstrings = [
         (node.lineno, node.end_lineno or node.lineno)
@@ -161,7 +163,7 @@ def code_of(content: bytes) -> bytes:
 
 
 def recorded(root: Path) -> dict[str, str]:
-    """Hashes by suite; a line that no suite has written counts as none, and so does a suite with two lines."""
+    """Read the hashes by suite; malformed lines and suites with several lines are ignored."""
     lines = (root / RECORD).read_text(encoding="utf-8").splitlines() if (root / RECORD).is_file() else []
     matches = [match for line in lines if (match := re.fullmatch(r"(\w+) ([0-9a-f]{64})", line))]
     names = [match[1] for match in matches]
@@ -169,12 +171,12 @@ def recorded(root: Path) -> dict[str, str]:
 
 
 def is_unchanged(suite: str, root: Path) -> bool:
-    """True if a suite has passed on the files as they are."""
+    """True if a suite has passed on the current files."""
     return recorded(root).get(suite) == hash_of(suite, root)
 
 
 def run(suite: str, command: Sequence[str], root: Path) -> int:
-    """Run a suite, and record its files if it passed and none of them changed meanwhile; returns its exit code."""
+    """Run a suite, and record its files if it passes and they do not change meanwhile; returns its exit code."""
     before = hash_of(suite, root)
     code = subprocess.run(command, cwd=root, check=False).returncode
     if code == 0 and hash_of(suite, root) == before:

@@ -1,4 +1,4 @@
-"""Cases of the benchmarks: weights, rows, group sizes and completion lengths, the same for Fovea and TRL."""
+"""Cases of the benchmarks: model, rows, group sizes and completion lengths, the same for Fovea and TRL."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ HEAVY_SIZES = FixedSizes(vision_hidden_size=256, vision_depth=6, vision_heads=4,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Settings of one case, a row of the table."""
+    """The settings of one case, which is one row of the table."""
 
     model: TinyModel
     fixed: FixedSizes = FIXED
     vocabulary: int | None
-    """Rows of the embedding; None: the size of the tokenizer."""
+    """Number of rows of the embedding; None for the size of the tokenizer."""
     image_side_px: int
     prompts: int
     samples: int
     completion_tokens: int
     images: int = 1
-    """Images per prompt."""
+    """Number of images per prompt."""
     question_words: int | None = None
-    """Words per prompt; None: 8 to 20."""
+    """Number of words per prompt; None for a random number from 8 to 20."""
     freeze_vision: bool = False
     lora_rank: int | None = None
     same_rows: bool = False
-    """Every step repeats the rows of the first, so that features of a frozen tower come from the cache."""
+    """True if every step repeats the first step's rows, so that a frozen tower's features come from the cache."""
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     dtype: Dtype = "float32"
-    """Type of the weights of both sides."""
+    """Dtype of the weights on both sides."""
     max_batch_tokens: int | None = None
-    """Token budget of Fovea's engine; None: the default."""
+    """Token budget of Fovea's engine; None for the default."""
     microbatch_tokens: int = 1024
-    """Micro-batch size of Fovea: about one group, for few activations in memory."""
+    """Fovea's micro-batch size in tokens: about one group, to keep few activations in memory."""
     trl_rows_per_microbatch: int = 8
-    """Micro-batch size of TRL, the fastest by trial on CPUs: larger ones cost padding and page faults."""
+    """TRL's micro-batch size in rows, the fastest found on CPUs: larger ones cost padding and page faults."""
 
 
 _HEAVY = Case(
@@ -95,24 +95,24 @@ CASES = {
 
 
 FAMILIES = {"many": ("many_4", "many_8", "many_16")}
-"""Names of sets of cases."""
+"""Sets of cases, by name."""
 
 
 def make_parts(case: Case, seed: int = 0) -> TinyParts:
-    """Weights, tokenizer and image processor of a case, equal for equal arguments; without stop tokens."""
+    """Make weights, tokenizer and image processor of a case; equal arguments give equal results."""
     parts = make_tiny(case.model, [QUESTION, "\\boxed{red}"] * 20, seed, case.fixed)
     parts.network.to(DTYPES[case.dtype])  # type: ignore[arg-type]
     if case.vocabulary is None:
         return parts
     parts.network.resize_token_embeddings(case.vocabulary, mean_resizing=False)
     tokenizer = parts.processor.tokenizer
-    # ids that no token has are never drawn: completions of a few hundred ids would spare caches what a real one costs
+    # give each id a token, since other ids are never sampled: caches would be too fast with few distinct ids
     tokenizer.add_tokens([f"<{index}>" for index in range(len(tokenizer), case.vocabulary)])
     return with_processor(parts.network, tokenizer, parts.processor.image_processor, parts.processor.name)
 
 
 def endless(parts: TinyParts) -> TinyParts:
-    """The processor without stop tokens, so that all completions have the same length on both sides."""
+    """Remove the stop tokens, so that all completions have the same length on both sides."""
     parts.processor.tokenizer.eos_token = None
     assert parts.network.generation_config is not None
     parts.network.generation_config.eos_token_id = None
@@ -121,7 +121,7 @@ def endless(parts: TinyParts) -> TinyParts:
 
 
 def make_tasks(case: Case, count: int, seed: int = 5) -> list[Task]:
-    """Tasks of random images and questions."""
+    """Make `count` tasks with random images and questions."""
     rng = np.random.default_rng(seed)
     tasks = [_task(case, index, rng) for index in range(case.prompts if case.same_rows else count)]
     return list(islice(cycle(tasks), count))
@@ -134,7 +134,7 @@ def _task(case: Case, index: int, rng: np.random.Generator) -> Task:
 
 
 def _picture(side: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """A picture of coloured rectangles on noise."""
+    """Make a picture of coloured rectangles on noise."""
     image = rng.normal(60, 5, (side, side, 3)).clip(0, 255).astype(np.uint8)
     for _ in range(6):
         top, left = rng.integers(0, side * 3 // 4, 2)
@@ -143,13 +143,13 @@ def _picture(side: int, rng: np.random.Generator) -> NDArray[np.uint8]:
 
 
 def reward_of(text: str) -> float:
-    """A cheap reward that differs between texts: a group of equal rewards would not be trained on."""
+    """A cheap reward that differs between texts: groups with equal rewards are not trained on."""
     return zlib.crc32(text.encode()) / 2**32
 
 
 @dataclass(frozen=True, slots=True)
 class BenchEnvironment(Environment):
-    """Environment of a case's rows."""
+    """The environment that serves a case's rows."""
 
     rows: Sequence[Task] = field(default_factory=list)
 
@@ -164,7 +164,7 @@ class BenchEnvironment(Environment):
 
 
 class BenchGrader:
-    """Grader by `reward_of`."""
+    """A grader that scores answers with `reward_of`."""
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         reward = reward_of(turns[-1].text)

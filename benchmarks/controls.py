@@ -1,10 +1,10 @@
-"""Controls of a learning curve: a reward that knows nothing, and training rows with each other's pictures.
+"""Controls for a learning curve: a random reward, and training rows whose pictures are swapped.
 
     fovea train geospot_europe reward=benchmarks/controls.py:random_geospot
     python -m benchmarks.controls data/readable/train.parquet swapped.parquet
 
-The rewards are 1 for three answers in ten, drawn by chance; what the environment would have given is logged beside
-them, as `reward/true`.
+The random rewards are 1 for three in ten answers. The reward that the environment would have given is logged as
+`reward/true`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Held-out accuracy of finished runs against generated tokens, as a figure and a Markdown table.
+"""Held-out accuracy of finished runs against the number of generated tokens, as a figure and a Markdown table.
 
     python -m benchmarks.curves --out docs/ppo_and_grpo.png GRPO=runs/g0,runs/g1,runs/g2 PPO=runs/p0,runs/p1,runs/p2
     python -m benchmarks.curves --out captions.png --metric dev/reward GRPO=runs/g0   # another figure of dev rows
 
-Each run needs dev readings (evaluate.every_steps) in its metrics.jsonl. One colour per name: a faint line per run and,
-where several runs of a name were read at the same steps, a strong one for their mean.
+Each run needs evaluations on the dev rows (evaluate.every_steps) in its metrics.jsonl. Each name has one colour, with a
+faint line per run. A strong line shows their mean if all runs of a name were evaluated at the same steps.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ WIDTH_INCHES, HEIGHT_INCHES = 6.4, 3.2
 ACCURACY, ACCURACY_LABEL = "accuracy/dev", "held-out accuracy (dev)"
 ENGINE_GAP = "mismatch_trained/abs"
 TABLE_COLUMNS = 120
-"""Characters of a line of the table, so that a file gets it as a terminal does."""
+"""Width of the table in characters, also if the output is a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Dev readings of one run."""
+    """The evaluations of one run on the dev rows."""
 
     name: str
     folder: Path
     tokens: list[float]
-    """Tokens generated until each evaluation."""
+    """Number of tokens generated up to each evaluation."""
     steps: list[int]
     readings: list[float]
-    """The metric that is drawn, at each evaluation."""
+    """The plotted metric at each evaluation."""
     entropy: list[float]
-    """Entropy of the policy at each evaluation, in nats per token."""
+    """The policy's entropy at each evaluation, in nats per token."""
     engine_gap: float
-    """Difference of the engine's log-probs from the trainer's, without sign: mean over the steps that have it."""
+    """Mean absolute difference between the engine's and the trainer's log-probs, over the steps that recorded it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER,FOLDER", help="run folders of one name")
-    parser.add_argument("--out", type=Path, required=True, help="the picture, a PNG")
+    parser.add_argument("--out", type=Path, required=True, help="PNG file to write")
     parser.add_argument(
-        "--metric", default=ACCURACY, help="what is drawn, a metric of dev rows (python -m fovea.metrics.names)"
+        "--metric", default=ACCURACY, help="metric of dev rows to plot (python -m fovea.metrics.names lists them)"
     )
-    parser.add_argument("--entropy", action="store_true", help="a second panel with the policy's entropy")
+    parser.add_argument("--entropy", action="store_true", help="add a second panel with the policy's entropy")
     options = parser.parse_args(arguments)
     named = [(name, folders.split(",")) for name, _, folders in (word.partition("=") for word in options.runs)]
     curves = [read_curve(name, Path(folder), options.metric) for name, folders in named for folder in folders]
@@ -70,14 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_curve(name: str, folder: Path, metric: str = ACCURACY) -> Curve:
-    """Read the dev readings of a run; ValueError if it has none."""
+    """Read a run's evaluations on the dev rows; ValueError if it has none."""
     rows = read_metrics(folder)
     gaps = [row[ENGINE_GAP] for row in rows if ENGINE_GAP in row]
-    # tokens of all scored groups: dynamic sampling generates more than a step trains on
+    # count the tokens of all scored groups: dynamic sampling generates more than a step trains on
     generated = list(accumulate(row["tokens_per_second"] * row["seconds/step"] for row in rows))
     read = [index for index, row in enumerate(rows) if metric in row]
     if not read:
-        raise ValueError(f"{folder} has no {metric}; set evaluate.every_steps, and a metric that the run writes")
+        raise ValueError(f"{folder} has no {metric}; set evaluate.every_steps, or choose a metric that the run records")
     return Curve(
         name=name,
         folder=folder,
@@ -95,21 +95,21 @@ def _draw(curves: Sequence[Curve], path: Path, label: str, *, with_entropy: bool
     panels = figure.subplots(panels_wanted, 1, squeeze=False, sharex=True)[:, 0]
     for number, name in enumerate(dict.fromkeys(curve.name for curve in curves)):
         mine, colour = [curve for curve in curves if curve.name == name], COLOURS[number % len(COLOURS)]
-        panels[0].plot([], [], color=colour, label=name)  # one entry of the legend, whatever lines follow
+        panels[0].plot([], [], color=colour, label=name)  # one legend entry per name, not one per line
         draw_name(panels[0], mine, [curve.readings for curve in mine], colour)
         if with_entropy:
             draw_name(panels[1], mine, [curve.entropy for curve in mine], colour)
     for panel, text in zip(panels, (label, "entropy, nats per token"), strict=False):
         tidy(panel)
         panel.set_ylabel(text, color=TEXT_COLOUR)
-    # outside of the panels, where it hides no line
+    # place the legend outside of the panels, where it does not hide lines
     figure.legend(frameon=False, loc="outside upper center", ncols=2, labelcolor=TEXT_COLOUR)
     panels[-1].set_xlabel("thousand tokens generated", color=TEXT_COLOUR)
     figure.savefig(path, format="png")
 
 
 def draw_name(panel: Axes, curves: Sequence[Curve], values: Sequence[list[float]], colour: str) -> None:
-    """Draw the runs of one name; `values` holds each run's readings, in the order of its evaluations."""
+    """Draw the runs of one name; `values` holds each run's values in the order of its evaluations."""
     with_mean = len(curves) > 1 and len({tuple(curve.steps) for curve in curves}) == 1
     for curve, own in zip(curves, values, strict=True):
         width, alpha = (0.9, 0.4) if with_mean else (1.3, 1.0)

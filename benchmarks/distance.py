@@ -1,18 +1,19 @@
-"""Distances in the code that a reader of one GRPO step walks.
+"""Distances in the code that a reader of one GRPO step has to follow.
 
     python -m benchmarks.distance [--list] [KEY=VALUE]...
 
-It records the second step of the demo with few prompts, from rows to metrics.jsonl, and again with a reward function of
-the user's, for the ways. `--list` prints what is counted. The exit status is 1 where a name in this file is gone.
+The calls of the demo's second step are recorded with few prompts, from rows to metrics.jsonl. A second recording, with
+a user's reward function, measures the ways. `--list` also prints what was counted. The exit status is 1 if a name in
+this file no longer exists in the code.
 
-- a way goes from the function that makes a value up its callers to the first that has also called the function that
-  uses it, and down to that one; a change of file is a call on it between two files, its files are counted once each,
-  and its frames are all of its calls. Calls of other packages and of event loops are left out;
-- files entered: those of all packages in which a function runs during the step;
-- of these needed by a reader: those of needed_files.txt; the rest is plumbing or a branch of the settings;
-- record classes of an answer: classes of fovea with a field of `ANSWER_FIELDS`, without those of the rollout (`LIVE`);
-- declarations of a policy method: classes named ...Policy that define a call of `train.base.CALLS`, without backends,
-  which inherit from another of them; of most calls, and the most of a call.
+- A way connects the function that computes a value with the function that uses it. It goes up from the first to their
+  lowest common caller, and down to the second. A change of file is a call between two files; frames are all calls on
+  the way, and each file is counted once. Calls of other packages and of event loops are left out.
+- Files entered: the files of all packages in which a function runs during the step.
+- Needed by a reader: the entered files that needed_files.txt lists. The others are plumbing or depend on the settings.
+- Record classes of an answer: classes of fovea with a field in `ANSWER_FIELDS`, except those of the rollout (`LIVE`).
+- Declarations of a policy method: classes named ...Policy that define a call of `train.base.CALLS`, except backends,
+  which inherit from another such class. The most frequent number and the largest number are printed.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ WAYS = {
     "weights -> engine, one process": ("Optimizer.step", "EmbeddedEngine.load_weights"),
     "take_step -> clipped_loss": ("take_step", "clipped_loss"),
 }
-"""The function that makes a value, and the one that uses it."""
+"""For each way, the function that computes a value and the function that uses it."""
 ANSWER_FIELDS = {"role", "finish", "answer", "turns"}
 LIVE = ("fovea/rollout/", "fovea/types.py")
 NEEDED = Path(__file__).with_name("needed_files.txt")
@@ -63,19 +64,19 @@ BEGINNINGS: dict[CodeType, str] = {
     asyncio.BaseEventLoop.create_task.__code__: "coro",
     asyncio.run_coroutine_threadsafe.__code__: "coro",
 }
-"""Functions that begin a thread or a coroutine, with the name of the argument that it is."""
+"""Functions that start a thread or a coroutine, with the name of the argument that holds it."""
 Stack = tuple[tuple[str, str], ...]
-"""Calls, from the first: file and qualified name of the function."""
+"""The calls of a stack, outermost first: file and qualified name of each function."""
 Count = tuple[str, list[str]]
-"""A number as text, or GONE with what is missing, and what was counted."""
+"""A number as text, or GONE with the missing name; and a list of what was counted."""
 
 
 class Recorder:
-    """A profiler, which follows a thread or a task back to the call that began it, not to the loop that runs it."""
+    """A profiler that traces a thread or a task back to the call that started it, not to the loop that runs it."""
 
     def __init__(self) -> None:
-        self.functions = defaultdict[str, set[str]](set)  # by file
-        self.stacks = defaultdict[str, set[Stack]](set)  # by function, of those that `WAYS` names
+        self.functions = defaultdict[str, set[str]](set)  # functions that ran, by file
+        self.stacks = defaultdict[str, set[Stack]](set)  # by function, only for functions in `WAYS`
         self._begun_by: dict[object, Stack] = {}
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
@@ -101,14 +102,14 @@ class Recorder:
 
 @cache
 def _file(code: CodeType) -> str | None:
-    """The short name of a file of the packages or of the user's, else None."""
+    """The short name of a file of our packages or of the user's reward; None for other files."""
     path = Path(code.co_filename)
     roots = [path] if code.co_qualname == "users_reward" else ROOTS
     return next((str(path.relative_to(root.parent)) for root in roots if path.is_relative_to(root)), None)
 
 
 def recorded_step(*overrides: str) -> Recorder:
-    """The calls of the second step of a small run of the demo; FOLDER stands for that of reward.py."""
+    """Record the second step of a small run of the demo; FOLDER in an override becomes the folder of reward.py."""
     recorder = Recorder()
 
     async def take_two_steps(run: Run) -> None:
@@ -126,7 +127,7 @@ def recorded_step(*overrides: str) -> Recorder:
         (Path(folder) / "reward.py").write_text(REWARD)
         given = [each.replace("FOLDER", folder) for each in overrides]
         config = load_config([shipped_recipe("shapes")], [*SMALL.split(), f"run_dir={folder}/run", *given])
-        # from here on, since a thread that begins before the step lives on in it
+        # start here: a thread that is started before the step also runs during it
         threading.setprofile(recorder)
         sys.setprofile(recorder)
         try:
@@ -138,10 +139,10 @@ def recorded_step(*overrides: str) -> Recorder:
 
 
 def way(recorder: Recorder, made: str, used: str) -> Count:
-    """The way from one function to another; with the fewest changes of file where they run several times."""
+    """The way from one function to another; if they run several times, the way with the fewest file changes."""
     stacks = [[stack for stack in recorder.stacks[end] if stack[0][1] == "take_step"] for end in (made, used)]
     if not all(stacks):
-        return f"GONE: {used if stacks[0] else made} does not run below take_step; name its successor in WAYS", []
+        return f"GONE: {used if stacks[0] else made} does not run within take_step; put its successor into WAYS", []
     ways = []
     for up, down in product(*stacks):
         shared = max(n for n in range(len(up) + 1) if up[:n] == down[:n])
@@ -156,13 +157,13 @@ def needed(entered: Collection[str]) -> Count:
     """The entered files that a reader needs."""
     files = NEEDED.read_text(encoding="utf-8").split()
     if gone := [each for each in files if not any((root.parent / each).is_file() for root in ROOTS)]:
-        return f"GONE: {', '.join(gone)}; name their successors in {NEEDED.name}", []
+        return f"GONE: {', '.join(gone)}; put their successors into {NEEDED.name}", []
     found = [each for each in files if each in entered]
     return str(len(found)), found
 
 
 def declarations() -> tuple[list[str], dict[str, list[str]]]:
-    """The record classes of an answer, and the classes that define each call of a policy."""
+    """Find the record classes of an answer, and the classes that define each method of a policy."""
     records, calls = list[str](), {call: list[str]() for call in sorted(CALLS)}
     for path in sorted(ROOTS[0].rglob("*.py")):
         place = str(path.relative_to(ROOTS[0].parent))

@@ -1,12 +1,12 @@
-"""The rollout engines side by side: tokens per second, start-up, syncs and memory, on one model and the same requests.
+"""The rollout engines compared on the same model and requests: tokens per second, start-up, weight syncs and memory.
 
     python -m benchmarks.engines embedded=.venv/bin/python vllm=.venv-vllm/bin/python sglang=.venv-sglang/bin/python
 
-Each engine is a whole run of `fovea train` in the environment named for it, one after another, so that a figure holds
-what a user waits for. The model has random weights and a mid size, so that completions end at their longest. Start-up
-is the time until the first step begins, parity gate included. Memory is the most that the run's processes held
-together, pages that they share counted once (Pss). The gap is the largest difference of a token's log-prob between
-engine and trainer in the parity gate. The other figures are medians over the steps after the first ones.
+Each engine is measured in a whole run of `fovea train` with the given Python, one after another, so the figures include
+everything that a user waits for. The model has random weights and a medium size, so all completions reach the maximum
+length. Start-up is the time until the first step begins, including the parity gate. Memory is the peak of all processes
+of a run together, with shared pages counted once (PSS). The gap is the largest difference between engine and trainer in
+a token's log-prob, from the parity gate. The other figures are medians over the steps after the first ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fovea.metrics.log import read_metrics
 from fovea.run.parity import PARITY_FILE
 
 WARM_STEPS = 2
-"""First steps of a run, which are not counted: caches fill, and the first weight sync sends all weights."""
+"""Number of first steps that are not counted: caches fill, and the first weight sync sends all weights."""
 LOOK_SECONDS = 0.1
 SIZES = (
     *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8", "rollout.max_new_tokens=64"),
@@ -42,17 +42,17 @@ SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One engine's row of the table."""
+    """The figures of one engine, which are one row of the table."""
 
     startup_seconds: float
     step_tokens: float
-    """Completion tokens of a step, the same for all engines where no completion ends early."""
+    """Completion tokens per step, the same for all engines unless a completion ends early."""
     tokens_per_second: float
-    """Completion tokens by the time of the rollout only."""
+    """Completion tokens per second of the rollout only."""
     sync_seconds: float
     peak_gib: float
     largest_gap: float
-    """Largest difference between a token's log-prob in the engine and in the trainer, nats."""
+    """Largest difference between engine and trainer in a token's log-prob, in nats."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -64,19 +64,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(engine: str, python: str, steps: int, settings: Sequence[str] = ()) -> Figures:
-    """Run an engine; RuntimeError with the end of what the run printed if it fails."""
+    """Run an engine and measure it; RuntimeError with the end of the run's output if it fails."""
     with tempfile.TemporaryDirectory(prefix="fovea-engines-") as name:
         folder = Path(name)
         (folder / "reward.py").write_text(REWARD)
         words = [str(RECIPES / "shapes.yaml"), *COMMON, MID, *SIZES, *settings, f"max_steps={steps + WARM_STEPS}"]
         places = [f"run_dir={folder}/run", f"reward={folder}/reward.py:score", f"rollout.engine={engine}"]
-        # not resolved: the path of an environment's interpreter is what makes it that environment's
+        # do not resolve links: Python finds its environment by the path of the interpreter
         command = [os.path.abspath(python), "-m", "fovea", "train", *words, *places]
         return _figures(folder / "run", *_run(command, folder))
 
 
 def _run(command: Sequence[str], folder: Path) -> tuple[int, float]:
-    """Run to the end; returns the most bytes held, and the seconds until the metrics of the first step were written."""
+    """Run to the end; returns the peak memory in bytes, and the seconds until the first step's metrics were written."""
     started, peak_bytes, first_row_seconds = time.monotonic(), 0, 0.0
     with (folder / "output").open("w") as output:
         environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": "1"}
@@ -108,7 +108,7 @@ def _figures(run: Path, peak_bytes: int, first_row_seconds: float) -> Figures:
 
 
 def _held_bytes(pid: int) -> int:
-    """Memory (PSS) of a process and of all below it; 0 for one that has ended meanwhile."""
+    """Memory (PSS) of a process and its descendants in bytes; 0 if it has ended meanwhile."""
     folder = Path(f"/proc/{pid}")
     try:
         sizes = (folder / "smaps_rollup").read_text()
@@ -121,9 +121,11 @@ def _held_bytes(pid: int) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__.split("\n")[0])
-    parser.add_argument("engines", nargs="+", type=_engine, metavar="ENGINE=PYTHON", help="an engine, and its python")
-    parser.add_argument("--steps", type=int, default=5, help="counted steps of each run")
-    parser.add_argument("--settings", nargs="*", default=(), help="further settings of all runs")
+    parser.add_argument(
+        "engines", nargs="+", type=_engine, metavar="ENGINE=PYTHON", help="an engine and the Python of its environment"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="number of counted steps of each run")
+    parser.add_argument("--settings", nargs="*", default=(), help="additional settings of all runs")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to FILE")
     return parser.parse_args(arguments)
 
@@ -131,7 +133,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _engine(text: str) -> tuple[str, str]:
     name, _, python = text.partition("=")
     if not Path(python).is_file():
-        raise argparse.ArgumentTypeError(f"{text}: no such file: {python!r}; give ENGINE=PATH/TO/python")
+        raise argparse.ArgumentTypeError(f"{text}: there is no file {python!r}; give ENGINE=PATH/TO/python")
     return name, python
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# One short visit to a machine with a GPU, without network: all that it can tell, in 580 seconds at most.
+# All checks and measurements on a machine with a GPU, without network, in at most 580 seconds.
 #
-#     benchmarks/first_visit.sh OUT [cpu]      cpu: small versions of all parts, to see that every line runs
+#     benchmarks/first_visit.sh OUT [cpu]      cpu: run small versions of all parts, to test the script itself
 #
-# Every part has its own limit in seconds and its own file in OUT, so that a hang costs one part. PYTHON: the interpreter.
+# Every part has its own time limit and its own file in OUT, so a hang costs one part. PYTHON names the interpreter.
 set -u
 out=${1:?the folder for the results}
 cpu=${2:-}
@@ -17,7 +17,7 @@ failed=0
 part() { # NAME LIMIT COMMAND...
   local name=$1 limit=$2 started=$SECONDS
   shift 2
-  [ -z "$cpu" ] || limit=$((10 * limit)) # whether a line runs, not how fast
+  [ -z "$cpu" ] || limit=$((10 * limit)) # this tests that the commands work, not how fast they are
   timeout -k 5 "$limit" "$@" >"$out/$name.txt" 2>&1
   local code=$?
   [ "$code" -eq 0 ] || failed=$((failed + 1))
@@ -32,7 +32,7 @@ fi
 run=$(mktemp -d)
 trap 'rm -rf "$run"' EXIT
 
-# nothing is installed: the metadata by which `fovea` finds the environments of the gym and the commands of the tools
+# The packages are not installed here: write the metadata by which `fovea` finds the gym's environments and the tools
 "$py" - "$run/site" <<'END' || exit 1
 import pathlib, sys, tomllib
 for package in ("gym", "tools"):

@@ -1,10 +1,10 @@
-"""A command of fovea by which engine and trainer alike give image tokens the positions of text, as a control.
+"""Runs a fovea command in which engine and trainer give image tokens wrong positions, as a control.
 
     python -m benchmarks.flat_positions "1-D positions" eval runs/boxes
     python -m benchmarks.flat_positions "two of three M-RoPE rows dropped" train boxes
 
-An engine with these positions beside a sound trainer is refused before the first update (`benchmarks.parity_faults`).
-With both wrong the run goes on, and shows what rows and columns are worth.
+If only the engine had these positions, the parity gate would stop the run (`benchmarks.parity_faults`). With both
+wrong, the run continues and shows how much the positions of rows and columns contribute.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fovea.models.families.qwen_vl import QwenVL
 
 @contextmanager
 def flat_positions(name: str) -> Iterator[None]:
-    """One of these wrong positions wherever a Qwen-VL model's are computed."""
+    """Let Qwen-VL models compute the wrong positions of this name in the context."""
     wrong, own = POSITIONS[name], QwenVL.positions
 
     def positions(*call: Any) -> Positions:

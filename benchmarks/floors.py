@@ -1,11 +1,11 @@
-"""Lower bounds for the time of a step on this machine: operations and bytes of each part, at measured rates.
+"""Lower bounds for the time of a step on this machine, from each part's operations and bytes and measured rates.
 
     python -m benchmarks.floors --case image_heavy --json floors.json
 
-A part cannot be faster than its operations at the rate of large matrix products and of fused attention, nor than
-reading its weights from memory. Decode steps multiply each weight with few rows, so that their rate is that of thin
-products over weights as large as the model's. The rates are those of torch's own operators on this machine; a better
-kernel could be faster than a floor. Norms, softmax, sampling and image processing have no floor.
+A part cannot be faster than its operations at the rate of large matrix products and of fused attention, nor faster than
+reading its weights from memory. Decode steps multiply each weight with few rows, so their rate is measured with thin
+products over weights as large as the model's. The rates are measured with torch's operators on this machine; a better
+kernel could beat a floor. Norms, softmax, sampling and image processing have no floor.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ ATTENTION = Passes(linear=0, attention=1, vision=0, vision_attention=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Operations and bytes of one part of a phase."""
+    """The operations and bytes of one part of a phase."""
 
     phase: str
     name: str
     passes: float
-    """Passes of its linear layers in units of forward passes: a backward pass counts 2, without weight gradients 1."""
+    """Passes of the linear layers, in forward passes: a backward pass counts as 2, without weight gradients as 1."""
     linear: float
-    """Operations of matrix products with weights."""
+    """Number of operations of matrix products with weights."""
     attention: float
     bytes: float
     """Bytes of weights, gradients, optimizer state and KV cache that pass through memory."""
@@ -60,18 +60,18 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
-    """Measured rates of this machine for a case."""
+    """The rates of this machine, measured for a case."""
 
     large: Rates
     thin_gemm: float
-    """Rate of matrix products with one row per completion, over weights as large as the language model's."""
+    """Rate of matrix products with one row per completion, with weights as large as the language model's."""
     weight_read: float
-    """Rate of reading as many bytes as those weights."""
+    """Rate of reading as many bytes as the language model's weights have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sizes of model and prompts that the counts need."""
+    """Sizes of the model and the prompts, from which operations and bytes are computed."""
 
     work: Work
     prompts: tuple[Prompt, ...]
@@ -79,7 +79,7 @@ class Sizes:
     vision_bytes: int
     trained_bytes: int
     kv_bytes: int
-    """Bytes of one token in the KV cache."""
+    """Bytes per token in the KV cache."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,9 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.split("\n")[0])
     parser.add_argument("--case", choices=CASES, default="image_heavy")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of ours")
+    parser.add_argument("--steps", type=int, default=3, help="number of timed steps")
     parser.add_argument(
-        "--operators", action="store_true", help="also the operators of one more step, by torch's profiler"
+        "--operators", action="store_true", help="also profile the operators of one more step with torch's profiler"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return parser.parse_args(arguments)
@@ -132,15 +132,15 @@ def _num_bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
 
 
 def reuses_rollout(case: Case) -> bool:
-    """True if the update reuses linear outputs and image features of the rollout."""
+    """True if the update reuses linear outputs and image features from the rollout."""
     config = config_of(case)
     engine = config.rollout.engine
-    assert isinstance(engine, EmbeddedSettings), f"a benchmark of the embedded engine on {engine.name}"
+    assert isinstance(engine, EmbeddedSettings), f"this benchmark needs the embedded engine, not {engine.name}"
     return engine.reuse_gib > 0 and config.train.gradient_checkpointing == "none"
 
 
 def parts_of(case: Case, sizes: Sizes, *, reuses: bool) -> list[Part]:
-    """All parts of a step: encoding, prefill and decoding of the rollout; forward, backward and AdamW of the update."""
+    """The parts of a step: encoding, prefill and decoding in the rollout; forward, backward and AdamW in the update."""
     trains_vision = not case.freeze_vision and case.lora_rank is None
     passes = training_passes(
         lora=case.lora_rank is not None, trains_vision=trains_vision, features_cached=not trains_vision
@@ -190,7 +190,7 @@ def _prompts(phase: str, sizes: Sizes, passes: Passes) -> Part:
 
 
 def _decode(case: Case, sizes: Sizes) -> Part:
-    """Operations and bytes of all decode steps."""
+    """The operations and bytes of all decode steps."""
     # the first token comes from prefill; a prompt's keys are read once for all of its completions
     steps, half = case.completion_tokens - 1, case.completion_tokens / 2
     prompt_tokens = sum(prompt.num_tokens for prompt in sizes.prompts)
@@ -213,7 +213,7 @@ def _completions(case: Case, sizes: Sizes, passes: Passes) -> Part:
         passes=passes.linear,
         linear=passes.linear * _rows(case) * (case.completion_tokens - 1) * sizes.work.token,
         attention=passes.attention * _completion_pairs(case, sizes),
-        bytes=0,  # in one pass with the prompts
+        bytes=0,  # the weights are read in the same pass as for the prompts
     )
 
 
@@ -224,7 +224,7 @@ def _head(case: Case, sizes: Sizes, passes: Passes) -> Part:
         passes=passes.linear,
         linear=passes.linear * _rows(case) * case.completion_tokens * sizes.work.action,
         attention=0,
-        bytes=0,  # tied: counted with the language model
+        bytes=0,  # tied to the embedding: counted with the language model
     )
 
 
@@ -238,14 +238,14 @@ def _completion_pairs(case: Case, sizes: Sizes) -> float:
 
 
 def floor_seconds(part: Part, rates: MachineRates) -> float:
-    """Lower bound in seconds: the longer of arithmetic and memory traffic."""
+    """The lower bound in seconds: the longer of arithmetic and memory traffic."""
     gemm = rates.thin_gemm if part.thin else rates.large.gemm
     memory = rates.weight_read if part.thin else rates.large.copy
     return max(part.linear / gemm + part.attention / rates.large.attention, part.bytes / memory)
 
 
 def thin_gemm_rate(rows: int, weight_bytes: int) -> float:
-    """Rate of `rows` tokens through one weight after another, as in a decode step, whose caches are as cold."""
+    """Rate of passing `rows` tokens through one weight after another, with caches as cold as in a decode step."""
     count = max(1, weight_bytes // (WEIGHT_SIDE**2 * torch.float32.itemsize))
     weights = [torch.randn(WEIGHT_SIDE, WEIGHT_SIDE) for _ in range(count)]
     x = torch.randn(rows, WEIGHT_SIDE)
@@ -258,14 +258,14 @@ def thin_gemm_rate(rows: int, weight_bytes: int) -> float:
 
 
 def _measured(ours: Ours, steps: int) -> dict[str, float]:
-    """Measured median seconds of each phase and of the step."""
+    """Measure the median seconds of each phase and of the whole step."""
     taken = [ours.step() for _ in range(WARM_STEPS + steps)][WARM_STEPS:]
     phases = {name: median(times.phases[name] for times in taken) for name in taken[0].phases}
     return phases | {"step": median(times.step for times in taken)}
 
 
 def _operator_table(ours: Ours) -> Table:
-    """The operators of a step that take most of its time; what they call is not counted with them."""
+    """The operators that take most of a step's time, without the operators that they call."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         ours.step()
     operators = sorted(profiler.key_averages(), key=lambda each: -each.self_cpu_time_total)
@@ -279,8 +279,8 @@ def _rate_table(rates: MachineRates) -> Table:
     beyond = thin_gemm_rate(THIN_ROWS, BEYOND_CACHE_BYTES)
     values = (
         ("large matrix products", rates.large.gemm, "GFLOP/s"),
-        ("thin ones, over this model's weights", rates.thin_gemm, "GFLOP/s"),
-        (f"thin ones of {THIN_ROWS} rows, over 1 GiB of weights", beyond, "GFLOP/s"),
+        ("thin products over this model's weights", rates.thin_gemm, "GFLOP/s"),
+        (f"thin products of {THIN_ROWS} rows over 1 GiB of weights", beyond, "GFLOP/s"),
         ("fused attention", rates.large.attention, "GFLOP/s"),
         ("reading as many bytes as this model's weights", rates.weight_read, "GB/s"),
         ("reading 1 GiB", rates.large.read, "GB/s"),
@@ -308,7 +308,7 @@ def _part_table(parts: Sequence[Part], rates: MachineRates) -> Table:
 
 
 def phase_table(parts: Sequence[Part], rates: MachineRates, measured: dict[str, float]) -> Table:
-    """Table of measured phases beside the sums of their floors."""
+    """Table of the measured phases and the sums of their floors."""
     floors = {name: sum(floor_seconds(part, rates) for part in parts if part.phase == name) for name in measured}
     floors["step"] = sum(floors.values())
     rows = []

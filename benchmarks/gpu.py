@@ -1,11 +1,11 @@
-"""Fovea on one large NVIDIA GPU, with a model of Qwen3-VL-2B's shape: one call of less than ten minutes.
+"""Fovea on one large NVIDIA GPU with a model of Qwen3-VL-2B's shape, in less than ten minutes.
 
     python -m benchmarks.gpu --json gpu.json
-    python -m benchmarks.gpu --tiny            # every line of it on a CPU, in seconds; its figures mean nothing
+    python -m benchmarks.gpu --tiny            # test the program on a CPU, in seconds; its figures mean nothing
 
-Four parts: agreement with the CPU; decoding speed of the engine, beside the time of its memory traffic; MFU of an
-update; a whole step against TRL's, where TRL is installed. Weights are random, prompts like Geometry3K's: one 512 px
-image (256 visual tokens) and some 100 tokens of text.
+It has four parts: agreement with the CPU; the engine's decoding speed, compared with its memory traffic; the MFU of an
+update; and a whole step compared with TRL's, if TRL is installed. Weights are random. Prompts are like Geometry3K's,
+with one 512 px image (256 visual tokens) and about 100 tokens of text.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ MODULE = "benchmarks.gpu"
 SECONDS = 540.0
 SHARES = {"parity": 0.1, "decoding": 0.2, "steps": 0.35, "trl": 0.35}
 GOALS = {"times": 5.0, "MFU": 0.35, "of floor as read": 0.6}
-"""MFU of an update without recomputation, which is estimated to reach .36 to .40 at most, and a kernel's share of its
-own memory traffic, with shared prompts once per row."""
+"""Goals by column. The MFU is that of an update without recomputation, which is estimated to reach at most .36 to .40.
+The decoding goal is a share of the floor in which each row reads its shared prompt."""
 VARIANTS: tuple[tuple[torch.dtype, Kernel], ...] = (
     (torch.float32, "eager"),
     (torch.float32, "sdpa"),
     (torch.float32, "auto"),
     (torch.bfloat16, "sdpa"),
     (torch.bfloat16, "auto"),
-    # last, since a device may refuse them; auto then takes another
+    # last, since a device may not support them; auto then chooses another
     (torch.bfloat16, "varlen_gathered"),
     (torch.bfloat16, "varlen"),
 )
 TIMED_STEPS = 2
 LARGEST = Case(
-    model=TinyModel(),  # a placeholder: the model is passed in
+    model=TinyModel(),  # a placeholder, since the model is passed in
     vocabulary=None,
     image_side_px=512,
     prompts=64,
     samples=8,
     completion_tokens=512,
     question_words=18,
-    gradient_checkpointing="none",  # `steps` falls back to selective where memory runs out
+    gradient_checkpointing="none",  # `steps` falls back to selective if memory runs out
     max_batch_tokens=320_000,
-    microbatch_tokens=16_384,  # three whole groups: below a group's 4.5 thousand, no prompt is shared
+    microbatch_tokens=16_384,  # three whole groups: with less than one group (4,500 tokens) no prompt is shared
 )
 TINY = replace(LARGEST, image_side_px=64, prompts=4, samples=2, completion_tokens=6, trl_rows_per_microbatch=4)
 
@@ -69,8 +69,8 @@ TINY = replace(LARGEST, image_side_px=64, prompts=4, samples=2, completion_token
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if not options.tiny and not torch.cuda.is_available():
-        raise SystemExit("benchmarks.gpu needs a CUDA device; --tiny runs its lines without one")
-    # rollout and update allocate blocks of very different sizes in turn; read when CUDA is first used
+        raise SystemExit("benchmarks.gpu needs a CUDA device; use --tiny to test it without one")
+    # rollout and update alternate and allocate blocks of very different sizes; CUDA reads this at its first use
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     budget = Budget(options.seconds)
     setting = _setting(tiny=options.tiny)
@@ -78,13 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     findings = Findings({**about, "rates": asdict(setting.rates)}, options.json)
     run_parts(setting, budget, findings, tiny=options.tiny)
     if findings.failed:
-        raise SystemExit(f"failed: {', '.join(findings.failed)}; the tracebacks stand above")
+        raise SystemExit(f"failed: {', '.join(findings.failed)}; see the tracebacks above")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.split("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU: to see that the program works")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole program, about")
+    parser.add_argument("--tiny", action="store_true", help="use a small model on the CPU, to test the program")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="approximate time limit of the whole program")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return parser.parse_args(arguments)
 
@@ -107,7 +107,7 @@ def _device_name(device: str) -> str:
 
 
 class Findings:
-    """Results of the parts, printed and saved row by row, so that an interrupted call loses one row at most."""
+    """Results of the parts, printed and saved row by row, so that an interrupted call loses at most one row."""
 
     def __init__(self, about: Mapping[str, object], path: str | None) -> None:
         self._about = about
@@ -116,14 +116,14 @@ class Findings:
         self.failed: list[str] = []
 
     def part(self, name: str, title: str, rows: Iterator[Figures]) -> None:
-        """Run a part and print its results; an error ends only this part, and is listed in `failed`."""
+        """Run a part and print its results; an error ends only this part, which is added to `failed`."""
         found = self.rows[name] = []
         try:
             for row in rows:
                 found.append(row)
                 print(f"{name}: {', '.join(f'{key} {_shown(value)}' for key, value in row.items())}", flush=True)
                 self._save()
-        except Exception:  # any error of a kernel, memory or TRL: the later parts should still run
+        except Exception:  # later parts should run after any error of a kernel, memory or TRL
             traceback.print_exc()
             self.failed.append(name)
             give_back_memory()
@@ -139,7 +139,7 @@ def run_parts(setting: Setting, budget: Budget, findings: Findings, *, tiny: boo
     """Run all parts in order."""
     cases = [replace(setting.case, prompts=prompts) for prompts in ([2, 4] if tiny else [8, 16, 64])]
     sequences = [4, 8] if tiny else [64, 128, 256]
-    # without TRL, the other parts have its time
+    # without TRL, the other parts share its time
     shares = {name: share for name, share in SHARES.items() if name != "trl" or find_spec("trl") is not None}
     shares = {name: share / sum(shares.values()) for name, share in shares.items()}
     deadline = budget.part(shares["parity"])

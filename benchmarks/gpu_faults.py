@@ -1,10 +1,10 @@
-"""Put faults of earlier versions on GPUs back into a copy of the tree, one by one, and see which test on a CPU fails.
+"""Checks that tests on a CPU notice faults that earlier versions had on GPUs: puts each back into a copy of the tree.
 
     python -m benchmarks.gpu_faults
     python -m benchmarks.gpu_faults --only "vLLM"
 
-Prints a table in Markdown. Tests of the kernel run in SGLang's environment, which has Triton, those of vLLM in its own
-(`.venv-sglang`, `.venv-vllm`). Exits with 1 if a fault is not noticed, or a test fails without any.
+Prints a Markdown table of the tests that fail. Tests of the kernel run in SGLang's environment (`.venv-sglang`), which
+has Triton, and tests of vLLM in `.venv-vllm`. Exits with 1 if a fault is not noticed or a test fails without a fault.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SEGMENTS = "tests/cli/test_options.py::test_segments_of_gpu_memory_grow_where_no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A change of one place in the product that brings a fault back."""
+    """A change of one place in the code that brings a fault back."""
 
     name: str
     file: str
     before: str
     after: str
     tests: str
-    """A file of tests, or one test."""
+    """A test file, or one test."""
     environment: str = ".venv"
 
 
@@ -58,7 +58,7 @@ FAULTS = (
         tests="tests/rollout/test_device_waits.py",
     ),
     Fault(
-        name="the trial has one row, which hides what is wrong beyond",
+        name="the trial has one row, which hides errors in further rows",
         file=TRIAL,
         before="TRIALS = ((2, 40), (3, 130), (40, 300), (300, 600))",
         after="TRIALS = ((1, 40),)",
@@ -72,7 +72,7 @@ FAULTS = (
         tests=f"{PAGED}::test_a_wrong_kernel_is_refused_with_where_it_is_wrong",
     ),
     Fault(
-        name="the output goes into a copy: memory that nobody has written",
+        name="the output goes into a copy, and uninitialised memory is returned",
         file=KERNEL,
         before="merge_splits[(rows * heads,)](parts, logs, out,",
         after="merge_splits[(rows * heads,)](parts, logs, out.clone(),",
@@ -153,21 +153,21 @@ FAULTS = (
         tests="tests/rollout/test_checks.py",
     ),
     Fault(
-        name="a weight sync reads every sum by itself",
+        name="a weight sync reads every checksum separately",
         file="fovea/utils/checksum.py",
         before="awaited(torch.stack([hashes[place] for place in places])).tolist()",
         after="[int(awaited(hashes[place])) for place in places]",
-        tests="tests/weights/test_base.py::test_a_push_reads_the_device_once_for_all_tensors",
+        tests="tests/weights/test_base.py::test_a_weight_sync_reads_the_device_once_for_all_tensors",
     ),
     Fault(
-        name="a sync reads the lengths of no rows",
+        name="a wait reads lengths that are not needed",
         file="fovea/rollout/embedded/batch.py",
         before="        if self._rows_with_stop:\n            lengths",
         after="        if True:\n            lengths",
         tests="tests/rollout/test_decode_waits.py::test_a_sync_reads_which_rows_have_finished_and_no_more",
     ),
     Fault(
-        name="gradients of the head are rounded to 16 bits by chunk",
+        name="gradients of the head are rounded to 16 bits after each chunk",
         file="fovea/models/head_gradients.py",
         before="torch.addmm(sum_WE, of_logits_WA, hidden_AE, out_dtype=torch.float32, out=sum_WE)",
         after="sum_WE.add_(of_logits_WA @ hidden_AE)",
@@ -195,7 +195,7 @@ FAULTS = (
         tests="tests/wiring/test_loading.py",
     ),
     Fault(
-        name="pydantic's refusal loses its reason",
+        name="a pydantic error loses its reason",
         file="gym/fovea_gym/errors.py",
         before="lines = faults or str(error)",
         after="lines = str(error)",
@@ -214,18 +214,18 @@ FAULTS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only faults with this text in their name")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu_faults", help="where the copy is made")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu_faults", help="folder for the copy")
     options = parser.parse_args(arguments)
     faults = [fault for fault in FAULTS if options.only in fault.name]
     copy = options.folder / ROOT.name
     copy_tree(ROOT, copy)
-    # nothing of the product, which the fault changes
+    # import no code of Fovea in advance, since the faults change it
     modules = ("numpy", "torch", "transformers")
     names = sorted({fault.environment for fault in faults})
     processes = {name: Tests(copy, modules, str(copy / name / "bin" / "python")) for name in names}
     for name, tests in sorted({(fault.environment, fault.tests) for fault in faults}):
         if failed := first_failure(processes[name], tests):
-            print(f"{failed} fails without a fault")
+            print(f"{failed} fails even without a fault")
             return 1
     print("| fault put back | in | noticed by |\n|---|---|---|", flush=True)
     unnoticed = 0
@@ -239,11 +239,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def put_back(copy: Path, fault: Fault) -> Iterator[None]:
-    """A block with the fault in the copy; ValueError where the place is not there, or twice."""
+    """Put the fault into the copy during the context; ValueError unless its place occurs exactly once."""
     file = copy / fault.file
     source = file.read_text(encoding="utf-8")
     if source.count(fault.before) != 1:
-        raise ValueError(f"{fault.file} has {source.count(fault.before)} times: {fault.before}")
+        raise ValueError(
+            f"{fault.file} contains this {source.count(fault.before)} times instead of once: {fault.before}"
+        )
     file.write_text(source.replace(fault.before, fault.after), encoding="utf-8")
     try:
         yield
@@ -252,11 +254,13 @@ def put_back(copy: Path, fault: Fault) -> Iterator[None]:
 
 
 def first_failure(process: Tests, tests: str) -> str:
-    """The first test that fails; empty if all pass. RuntimeError if pytest itself does not end as it should."""
-    words = ["-n0", "-o", "faulthandler_timeout=1200", "-m", "not gpu", tests]  # patience of a busy machine
+    """Run tests and return the first failed one, empty if all pass; RuntimeError if pytest itself fails."""
+    words = ["-n0", "-o", "faulthandler_timeout=1200", "-m", "not gpu", tests]  # long enough for a busy machine
     found = process.first_failure(words, LOG, limit_seconds=math.inf)
     if found.startswith(EXIT_CODE):
-        raise RuntimeError(f"pytest ended with {found} and no failed test; {LOG} beside the copy has its output")
+        raise RuntimeError(
+            f"pytest ended with {found} and without a failed test; its output is in {LOG} next to the copy"
+        )
     return found
 
 

@@ -1,6 +1,6 @@
-"""A model of Qwen3-VL-2B's shape with random weights, made on the device, and a tokenizer for its vocabulary.
+"""A model of Qwen3-VL-2B's shape with random weights, created on the device, and a tokenizer for its vocabulary.
 
-Nothing is downloaded. Speed does not depend on the weights: completions have a fixed length.
+Nothing is downloaded. The speed does not depend on the weights, since completions have a fixed length.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ SMALL: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0, 1, 2],
     },
 }
-"""A small shape, so that every line can run without a GPU."""
+"""A small shape, to test the benchmark without a GPU."""
 PATCH_PX, MERGE = 16, 2
 
 
 def make_shaped(shape: dict[str, dict[str, Any]], device: str, dtype: torch.dtype, seed: int = 0) -> TinyParts:
-    """Network and processor of this shape, equal for equal arguments."""
+    """Make the network and processor of this shape; equal arguments give equal results."""
     tokenizer = build_wide_tokenizer(shape["text"]["vocab_size"])
     network = _build_network(shape, tokenizer, device, dtype, seed)
     image_processor = build_image_processor(PATCH_PX)
@@ -75,7 +75,7 @@ def make_shaped(shape: dict[str, dict[str, Any]], device: str, dtype: torch.dtyp
 
 
 def build_wide_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """A byte tokenizer that decodes any id, so that only special tokens are banned, as with a real vocabulary."""
+    """Build a byte tokenizer that can decode any id, so that only special tokens are banned, as in a real model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"w{index}" for index in range(len(alphabet), vocabulary_size - len(SPECIAL_TOKENS))]
     vocabulary = {token: index for index, token in enumerate([*alphabet, *words])}
@@ -113,7 +113,7 @@ def _build_network(
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context in which parameters get this dtype; rotary frequencies stay float32, as in a loaded checkpoint."""
+    """Context in which new parameters get this dtype; rotary frequencies stay float32, as in a loaded checkpoint."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

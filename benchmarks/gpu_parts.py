@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.gpu`: agreement with the CPU, decoding, training, and the whole step against TRL."""
+"""The parts of `benchmarks.gpu`: agreement with the CPU, decoding, training, and a whole step compared with TRL."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from fovea_tools.probe.rates import Rates, seconds_of
 
 WARM_STEPS = 1
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-"""Largest mean |log-prob difference| and relative difference of gradient norms: kernels sum in another order, and
-bfloat16 has 8 bits (0.006 in log-probs on a CPU)."""
+"""Largest accepted mean |log-prob difference| and relative difference of gradient norms. Kernels sum in another order,
+and bfloat16 has 8 significant bits (a difference of 0.006 in log-probs on a CPU)."""
 PARITY_CASE = replace(CASES["tiny"], prompts=4, samples=4)
 Figures = dict[str, float | str]
-"""One row of a results table, by column."""
+"""One row of a table of results, by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Settings that all parts share."""
+    """The settings that all parts share."""
 
     device: str
     dtype: torch.dtype
@@ -48,11 +48,11 @@ class Setting:
     """The largest case."""
     rates: Rates
     peak: float
-    """Peak operations per second, the denominator of MFU."""
+    """Peak operations per second, which are the denominator of MFU."""
 
 
 def parity(device: str, variants: Sequence[tuple[torch.dtype, Kernel]], deadline: Deadline) -> Iterator[Figures]:
-    """Agreement with the CPU, one row per dtype and attention kernel."""
+    """Measure the agreement with the CPU; yields one row per dtype and attention kernel."""
     guess = 0.0
     for dtype, attention in variants:
         if not deadline.allows(f"parity of {dtype}, {attention}", guess):
@@ -65,7 +65,7 @@ def parity(device: str, variants: Sequence[tuple[torch.dtype, Kernel]], deadline
 def _parity_of(device: str, dtype: torch.dtype, attention: Kernel) -> Figures:
     """Compare log-probs and gradient norm of a tiny model with float32 and plain attention on the CPU.
 
-    Both have the same weights, rounded to `dtype`, and the same completions, which the device's engine samples.
+    Both use the same weights, rounded to `dtype`, and the same completions, sampled by the device's engine.
     """
     exact_parts, parts = make_parts(PARITY_CASE), make_parts(PARITY_CASE)
     for parameter in (*exact_parts.network.parameters(), *parts.network.parameters()):
@@ -94,7 +94,7 @@ def _parity_of(device: str, dtype: torch.dtype, attention: Kernel) -> Figures:
 
 
 def decoding(setting: Setting, shared: Shared, sequences: Sequence[int], deadline: Deadline) -> Iterator[Figures]:
-    """Decoding speed in tokens per second, without prefill, beside the time of reading weights and KV cache."""
+    """Measure decoding in tokens per second without prefill, and compare it with reading weights and KV cache."""
     guess = 0.0
     n, tokens = setting.case.samples, setting.case.completion_tokens
     for count in sequences:
@@ -104,7 +104,7 @@ def decoding(setting: Setting, shared: Shared, sequences: Sequence[int], deadlin
         draw_all(shared, prompts, n, 2)  # warm-up
         first = seconds_of(partial(draw_all, shared, prompts, n, 1), setting.device)
         whole = seconds_of(partial(draw_all, shared, prompts, n, tokens), setting.device)
-        # the kernel reads a shared prompt for each of its rows; read once, it would be the floor of another kernel
+        # our kernel reads a shared prompt once per row; reading it only once gives the floor of another kernel
         as_read, once = (
             (tokens - 1) * bytes_of_step(shared, prompts, n, tokens, reads=reads) / setting.rates.read
             for reads in (n, 1)
@@ -134,7 +134,7 @@ def draw_all(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int) -> 
 
 
 def bytes_of_step(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int, *, reads: int) -> float:
-    """Bytes of an average decode step: weights, the KV cache of each prompt `reads` times, half of the completions'."""
+    """Bytes read by an average decode step: weights, each prompt's KV cache `reads` times, half of the completions'."""
     text = shared.vlm.text_config
     width = next(shared.vlm.parameters()).element_size()
     weights = sum(p.numel() for name, p in shared.vlm.named_parameters() if ".visual." not in name) * width
@@ -144,7 +144,7 @@ def bytes_of_step(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int
 
 
 def steps(setting: Setting, shared: Shared, cases: Sequence[Case], timed: int, deadline: Deadline) -> Iterator[Figures]:
-    """Times of Fovea's whole step, and the MFU of its update, vision included."""
+    """Measure the times of Fovea's whole step, and the MFU of its update including the vision tower."""
     guess, recompute = 0.0, setting.case.gradient_checkpointing
     for case in cases:
         if not deadline.allows(f"our step of {name_of(case)}", guess):
@@ -167,7 +167,7 @@ def steps(setting: Setting, shared: Shared, cases: Sequence[Case], timed: int, d
 
 
 def warm_up(ours: Ours, case: Case, recompute: Recompute) -> Recompute:
-    """Take untimed steps; returns how activations are recomputed, `selective` from where memory ran out without."""
+    """Take untimed steps; returns `recompute`, or `selective` if memory ran out without recomputation."""
     try:
         ran_out = sum(ours.step().ran_out_of_memory for _ in range(WARM_STEPS)) > 0
     except (MemoryError, RuntimeError) as error:
@@ -176,7 +176,7 @@ def warm_up(ours: Ours, case: Case, recompute: Recompute) -> Recompute:
         ran_out = True
     if not ran_out or recompute != "none":
         return recompute
-    print(f"memory ran out in {name_of(case)} with gradient_checkpointing=none: selective from here on")
+    print(f"memory ran out in {name_of(case)} with gradient_checkpointing=none: using selective from here on")
     give_back_memory()
     recompute_activations(ours.shared.parts.network, "selective")
     ours.shared.policy._limit.max_tokens = case.microbatch_tokens
@@ -184,13 +184,13 @@ def warm_up(ours: Ours, case: Case, recompute: Recompute) -> Recompute:
 
 
 def _growth(cases: Sequence[Case], case: Case) -> float:
-    """Factor by which the next case is larger."""
+    """The factor by which the next case is larger than this one."""
     after = cases[cases.index(case) + 1 :]
     return after[0].prompts / case.prompts if after else 1.0
 
 
 def update_operations(case: Case, ours: Ours) -> float:
-    """Operations of forward and backward over images, prompts and completions, each prompt once."""
+    """Operations of forward and backward passes over images, prompts and completions; each prompt counts once."""
     work = family_of(ours.shared.parts.network.config, "").work
     passes: Passes = training_passes(lora=False, trains_vision=True, features_cached=False)
     return sum(
@@ -203,11 +203,11 @@ def update_operations(case: Case, ours: Ours) -> float:
 def against_trl(
     setting: Setting, shared: Shared, cases: Sequence[Case], timed: int, deadline: Deadline
 ) -> Iterator[Figures]:
-    """Fovea against TRL, step by step in turn as in `benchmarks.vs_trl`; TRL generates with transformers."""
+    """Compare Fovea with TRL in alternating steps, as in `benchmarks.vs_trl`; TRL generates with transformers."""
     if find_spec("trl") is None:
         print("skipped: TRL is not importable here; pip install 'trl==1.16.0', or ./gym '.[bench]' ./tools")
         return
-    from benchmarks.trl_side import train  # noqa: PLC0415  an optional package
+    from benchmarks.trl_side import train  # noqa: PLC0415  TRL is optional
 
     guess = 0.0
     for case in cases:
@@ -227,20 +227,20 @@ def _taking_turns(ours: Ours, theirs: list[StepTimes], mine: list[StepTimes]) ->
         give_back_memory()
         mine.append(ours.step())
         give_back_memory()
-        assert times.tokens == mine[-1].tokens, f"TRL drew {times.tokens} tokens, we {mine[-1].tokens}"
+        assert times.tokens == mine[-1].tokens, f"TRL sampled {times.tokens} tokens, Fovea {mine[-1].tokens}"
 
     return after
 
 
 def give_back_memory() -> None:
-    """Empty torch's CUDA allocator between the two sides; a finished trainer is a reference cycle, collected first."""
+    """Empty torch's CUDA allocator, after collecting reference cycles such as a finished trainer."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def fresh_parts(setting: Setting) -> TinyParts:
-    """Make a new model, equal to every other of this setting."""
+    """Make a new model, equal to every other model of this setting."""
     return make_shaped(setting.shape, setting.device, setting.dtype)
 
 

@@ -1,10 +1,10 @@
-"""Scaling of a step: time and peak memory against each of its sizes, with the others at a base case.
+"""Scaling of a step: time and peak memory against each of its sizes, with the other sizes fixed.
 
     python -m benchmarks.growth --json growth.json --plot docs/growth.png
 
-All points are timed in this process, in turn, with one model; peak memory is measured in a separate process for each.
-Figures are medians over the steps after one warm-up step, with a line fitted to them. The floor of one more completion
-is its cost with a prompt of a few tokens: its own decoding and training, and nothing of the prompt.
+All points are timed in this process, in turn, with one model; peak memory is measured in a separate process per point.
+Times are medians over the steps after one warm-up step, and a line is fitted to them. The floor of one more completion
+is its cost with a prompt of only a few tokens: the time of its decoding and training without a prompt to read.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fovea.models.tiny import FIXED
 MODULE = "benchmarks.growth"
 WARM_STEPS = 1
 MEMORY_STEPS = 2
-"""Steps for peak memory: from the second on, the optimizer has its state."""
+"""Steps taken to measure peak memory: the optimizer has its state from the second step on."""
 GOAL = 1.25
-"""Largest cost of one more completion, as a multiple of its floor."""
+"""Goal for the cost of one more completion, as a multiple of its floor."""
 BASE = Case(
     model=IMAGE_HEAVY,
     fixed=HEAVY_SIZES,
@@ -57,11 +57,11 @@ FLOOR_COLOUR = "#808080"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One size of a step that varies."""
+    """One size of a step that is varied."""
 
     name: str
     field: str
-    """Field of `Case` that it sets."""
+    """The field of `Case` that holds this size."""
     values: tuple[int, ...]
 
 
@@ -77,13 +77,13 @@ AXES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Measurements along one axis and the line fitted to them."""
+    """Measurements along one axis, and the line fitted to them."""
 
     x: list[int]
     seconds: list[float]
     gib: list[float]
     seconds_each: float
-    """Slope: seconds per unit of the axis."""
+    """Slope of the line: seconds per unit of the axis."""
     seconds_at_0: float
     r2: float
     """Coefficient of determination of the line."""
@@ -111,11 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each point")
-    parser.add_argument("--quick", action="store_true", help="the tiny model: to see that the program works")
+    parser.add_argument("--steps", type=int, default=3, help="number of timed steps at each point")
+    parser.add_argument("--quick", action="store_true", help="use the tiny model, to test the program")
     parser.add_argument("--no-memory", action="store_true", help="skip the processes that measure peak memory")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--plot", metavar="FILE", help="also draw them to FILE")
+    parser.add_argument("--plot", metavar="FILE", help="also plot the figures to FILE")
     parser.add_argument("--alone", metavar="AXIS=VALUE", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -123,7 +123,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure(base: Case, axes: Sequence[Axis], *, steps: int, memory: bool, quick: bool) -> dict[str, Growth]:
     """Measure every axis around the base case."""
     points = {(axis.name, value): _case(base, axis, value) for axis in axes for value in axis.values}
-    # one run for each distinct case, all on one model: the base case is a point of every axis
+    # one run per distinct case, all with one model: the base case is a point on every axis
     shared = share(base, make_parts(base))
     runs = {case: Ours(case, WARM_STEPS + steps, shared) for case in dict.fromkeys(points.values())}
     seconds = _time_in_turn(runs, steps)
@@ -139,7 +139,7 @@ def _case(base: Case, axis: Axis, value: int) -> Case:
 
 
 def _time_in_turn(runs: dict[Case, Ours], steps: int) -> dict[Case, float]:
-    """Median seconds of every point."""
+    """Measure the median seconds of a step at every point."""
     times: dict[Case, list[float]] = {case: [] for case in runs}
     for turn in range(WARM_STEPS + steps):
         for case, run in runs.items():
@@ -165,13 +165,13 @@ def _growth(
     peaks: dict[Case, float],
 ) -> Growth:
     cases = [points[axis.name, value] for value in axis.values]
-    # words are not quite tokens, and the template adds some
+    # count tokens: a word may be several tokens, and the chat template adds some
     x = [runs[case].prompts(1)[0].num_tokens for case in cases] if axis.field == "question_words" else list(axis.values)
     return growth_of(x, [seconds[case] for case in cases], [peaks[case] for case in cases] if peaks else [])
 
 
 def growth_of(x: list[int], seconds: list[float], gib: list[float]) -> Growth:
-    """Fit a line by least squares."""
+    """Fit a line to the measurements by least squares."""
     each, at_0 = np.polyfit(x, seconds, 1)
     left = np.square(np.polyval([each, at_0], x) - seconds).sum()
     spread = np.square(np.subtract(seconds, np.mean(seconds))).sum()
@@ -187,7 +187,7 @@ def growth_of(x: list[int], seconds: list[float], gib: list[float]) -> Growth:
 
 
 def growth_table(found: dict[str, Growth]) -> Table:
-    """Table of results, one row per axis."""
+    """Table of the results, with one row per axis."""
     headers = ("size", "values", "seconds a step", "peak GiB", "ms each", "at 0, s", "r2", "MiB each")
     return as_table("A step against each of its sizes", headers, map(_cells, found, found.values()))
 
@@ -206,7 +206,7 @@ def _cells(name: str, growth: Growth) -> tuple[str, ...]:
 
 
 def floor_line(found: dict[str, Growth]) -> str:
-    """Print the cost of one more completion beside its floor."""
+    """A line that compares the cost of one more completion with its floor."""
     whole, floor = found[COMPLETIONS].seconds_each, found[FLOOR].seconds_each
     return (
         f"one more completion of every prompt: {1000 * whole:.1f} ms a step; without a prompt {1000 * floor:.1f} ms; "
@@ -215,7 +215,7 @@ def floor_line(found: dict[str, Growth]) -> str:
 
 
 def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of: Mapping[str, str]) -> None:
-    """Plot the JSON of the benchmark; `floor_of` names the axis to plot beneath another as its floor."""
+    """Plot the benchmark's JSON; `floor_of` gives the axis that is plotted as the floor of another axis."""
     names = [name for name in found if name not in floor_of.values()]
     rows = 2 if all(found[name]["gib"] for name in names) else 1
     figure = Figure(figsize=(COLUMN_INCHES * len(names), ROW_INCHES * rows), dpi=160, layout="constrained")
@@ -235,14 +235,14 @@ def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of:
         panels[-1, column].set_xlabel(name, color=TEXT_COLOUR)
     for row, label in zip(panels[:, 0], ("seconds a step", "peak GiB"), strict=False):
         row.set_ylabel(label, color=TEXT_COLOUR)
-    for panel in panels.flat:  # last, since setting a limit ends autoscaling
+    for panel in panels.flat:  # at the end, since setting a limit stops autoscaling
         panel.set_ylim(bottom=0)
         panel.set_xlim(left=0)
     figure.savefig(path, format="png")
 
 
 def _draw(panel: Axes, growth: Mapping[str, Any], key: str, colour: str) -> None:
-    """Plot points and the line fitted to them."""
+    """Plot the points and the line fitted to them."""
     ends = np.array([min(growth["x"]), max(growth["x"])])
     panel.plot(ends, np.polyval(np.polyfit(growth["x"], growth[key], 1), ends), color=colour, linewidth=1.5)
     panel.plot(growth["x"], growth[key], color=colour, marker="o", markersize=4, linestyle="none")

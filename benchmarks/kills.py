@@ -1,11 +1,12 @@
-"""Kill -9 at random moments of a run, until it ends, against the same run never killed.
+"""A run that is killed with SIGKILL at random moments, compared with the same run without kills.
 
     python -m benchmarks.kills --kills 20 --seed 0 --out runs/kills
     python -m benchmarks.kills --kills 20 --processes 2 --case ppo --out runs/kills-2 train.learning_rate=1e-4
 
-One process is supervised by `max_restarts`, two by torchrun's --max-restarts. Moments are seeded: most come in or after
-a step of the killed attempt's own, the others while it starts. The two runs are equal if metrics.jsonl is, digit for
-digit but for times, memory and traffic, and the exported weights are, bit for bit. Exit code 1 where they are not.
+A single process is restarted by `max_restarts`, several by torchrun's --max-restarts. The moments are random but
+seeded: most come after the attempt has taken at least one step, the others while it starts. The runs are equal if
+metrics.jsonl is equal in every digit except for times, memory and traffic, and the exported weights are equal bit for
+bit. The exit code is 1 if they are not.
 """
 
 from __future__ import annotations
@@ -55,39 +56,39 @@ UNEQUAL = (
     *("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second"),
     *("mfu", "memory/", "waits/", "transfer/"),
 )
-"""Metrics of time, memory and traffic; a resumed run also sends what its parity gate needs."""
+"""Prefixes of metrics of time, memory and traffic; a resumed run also sends the weights for its parity gate."""
 REWARD = "import zlib\n\ndef score(task, text, images):\n    return zlib.crc32(text.encode()) % 7 / 7\n"
-"""A model of random weights boxes no answer, and of equal rewards nothing but entropy would be learned."""
+"""A reward for random weights: they never answer correctly, and equal rewards would train only on entropy."""
 SHARE_AT_START = 0.3
-"""Share of the kills that come while an attempt starts."""
+"""Share of the kills that happen while an attempt starts."""
 MAX_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """When an attempt is killed."""
+    """The moment at which an attempt is killed."""
 
     step: int | None
-    """Behind this step, and a step of the attempt's own; None while it starts."""
+    """Kill after this step, and after at least one step of the attempt; None to kill while it starts."""
     after_seconds: float
-    """Time since then."""
+    """Seconds from that step, or from the start."""
     rank: int
-    """The process that is killed."""
+    """Rank of the process that is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A moment that has come."""
+    """A kill that was carried out."""
 
     moment: Moment
     taken: int
-    """Steps in metrics.jsonl when it came."""
+    """Number of steps in metrics.jsonl at the kill."""
 
 
 def moments(
     num_kills: int, *, seed: int, steps: int, step_seconds: float, start_seconds: float, ranks: int
 ) -> list[Moment]:
-    """Moments in the order of the steps that they wait for."""
+    """Choose the moments of the kills, in the order of their steps."""
     rng = random.Random(seed)
     num_at_start = sum(rng.random() < SHARE_AT_START for _ in range(num_kills))
     behind: list[int | None] = [*sorted(rng.randint(1, steps - 1) for _ in range(num_kills - num_at_start))]
@@ -101,11 +102,11 @@ def moments(
 
 
 Attempt: TypeAlias = tuple[int, ...]
-"""The processes of one attempt, by rank."""
+"""The process ids of one attempt, by rank."""
 
 
 class Launched:
-    """A run under its launcher, which starts it again after each kill."""
+    """A run with its launcher, which restarts it after each kill."""
 
     def __init__(self, process: subprocess.Popen[bytes], run_dir: Path, ranks: int) -> None:
         self._process = process
@@ -113,7 +114,7 @@ class Launched:
         self._ranks = ranks
 
     def attempt(self, before: Attempt | None) -> Attempt | None:
-        """Wait for the attempt that follows; None once the run has ended."""
+        """Wait for the attempt after `before`; None if the run has ended."""
         while self._process.poll() is None:
             time.sleep(0.01)
             pids = _by_rank(self._process.pid, self._ranks)
@@ -122,9 +123,9 @@ class Launched:
         return None
 
     def wait_for(self, moment: Moment, attempt: Attempt) -> bool:
-        """Wait until the moment comes; False if the attempt is over before."""
+        """Wait until the moment comes; False if the attempt ends before."""
         if moment.step is None:
-            # at the latest behind its first step: how long it takes to start is not known before
+            # or until the attempt's first step: the duration of its start is not known in advance
             return self._steps_taken(0, attempt, until=time.monotonic() + moment.after_seconds)
         return self._steps_taken(moment.step, attempt) and self._goes_on(attempt, moment.after_seconds)
 
@@ -132,13 +133,13 @@ class Launched:
         return self._process.wait(MAX_SECONDS)
 
     def _steps_taken(self, step: int, attempt: Attempt, *, until: float = math.inf) -> bool:
-        """Wait for this step and one of the attempt's own, no longer than until then; False if it is over before."""
+        """Wait for this step and one by this attempt, or for the time `until`; False if the attempt ends before."""
         file = self._run_dir / METRICS_FILE
         own: int | None = None
         inode = _inode(file)
         while self._goes_on(attempt, 0.002):
             taken = len(read_metrics(self._run_dir))
-            # an attempt replaces the file when it starts, with the lines up to its checkpoint
+            # an attempt starts by replacing the file with the lines up to its checkpoint
             if own is None and _inode(file) != inode:
                 own = taken + 1
             if time.monotonic() >= until or (own is not None and taken >= max(own, step)):
@@ -146,7 +147,7 @@ class Launched:
         return False
 
     def _goes_on(self, attempt: Attempt, seconds: float) -> bool:
-        """True if an attempt is not over before so many seconds have passed."""
+        """Wait for so many seconds; False as soon as the attempt has ended."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if not all(map(is_running, attempt)):
@@ -160,7 +161,7 @@ def _inode(file: Path) -> int:
 
 
 def _by_rank(launcher: int, ranks: int) -> tuple[int, ...]:
-    """The training processes below a launcher, by rank."""
+    """The training processes of a launcher, by rank."""
     found = [pid for pid in children(launcher) if is_running(pid)]
     if ranks == 1:
         return tuple(found)
@@ -178,7 +179,7 @@ def _rank(pid: int) -> int | None:
 
 @contextmanager
 def launched(words: Sequence[str], run_dir: Path, *, ranks: int, max_restarts: int) -> Iterator[Launched]:
-    """A run that goes on by itself; what is left of it at the end of the block is killed."""
+    """Start a run with its launcher; processes that are left when the context ends are killed."""
     launcher = [sys.executable, "-m"]
     settings = [*words, f"run_dir={run_dir}"]
     if ranks == 1:
@@ -201,21 +202,21 @@ def launched(words: Sequence[str], run_dir: Path, *, ranks: int, max_restarts: i
 
 
 def never_killed(words: Sequence[str], run_dir: Path, ranks: int) -> float:
-    """Run to the end; returns the seconds until its first step."""
+    """Run to the end without kills; returns the seconds until the first step."""
     started = time.monotonic()
     with launched(words, run_dir, ranks=ranks, max_restarts=0) as run:
         while not read_metrics(run_dir) and run.attempt(None) is not None:
             time.sleep(0.05)
         start_seconds = time.monotonic() - started
         if code := run.end():
-            raise SystemExit(f"the run that nobody killed ended with code {code}; see {run_dir}.log")
+            raise SystemExit(f"the run without kills ended with code {code}; see {run_dir}.log")
     if not any(row["groups/with_signal"] for row in read_metrics(run_dir)):
-        raise SystemExit(f"no group of {run_dir} had different rewards, so that runs are equal which learn nothing")
+        raise SystemExit(f"no group of {run_dir} had different rewards: nothing was learned, so the comparison is void")
     return start_seconds
 
 
 def killed(words: Sequence[str], run_dir: Path, planned: Sequence[Moment], ranks: int) -> list[Kill]:
-    """Run to the end, with a kill at each moment."""
+    """Run to the end with a kill at each planned moment; returns the kills."""
     kills: list[Kill] = []
     with launched(words, run_dir, ranks=ranks, max_restarts=2 * len(planned)) as run:
         attempt = run.attempt(None)
@@ -228,34 +229,34 @@ def killed(words: Sequence[str], run_dir: Path, planned: Sequence[Moment], ranks
             kills.append(Kill(moment=moment, taken=len(read_metrics(run_dir))))
             attempt = run.attempt(attempt)
         if code := run.end():
-            raise SystemExit(f"the killed run ended with code {code} after {len(kills)} kills; see {run_dir}.log")
+            raise SystemExit(f"the run with kills ended with code {code} after {len(kills)} of them; see {run_dir}.log")
     return kills
 
 
 def metric_differences(whole: Path, other: Path) -> list[str]:
-    """Metrics by step and key in which two runs differ, without metrics that depend on the machine."""
+    """The metrics in which two runs differ, by step and key, without metrics that depend on the machine."""
     rows = [
         [{key: value for key, value in row.items() if not key.startswith(UNEQUAL)} for row in read_metrics(folder)]
         for folder in (whole, other)
     ]
     if len(rows[0]) != len(rows[1]):
-        return [f"{len(rows[0])} steps, and {len(rows[1])}"]
+        return [f"{len(rows[0])} and {len(rows[1])} steps"]
     return [
-        f"step {mine['step']:.0f}: {key}: {mine.get(key)}, and {theirs.get(key)}"
+        f"step {mine['step']:.0f}: {key}: {mine.get(key)} and {theirs.get(key)}"
         for mine, theirs in zip(*rows, strict=True)
         for key in sorted(mine.keys() | theirs.keys())
-        if repr(mine.get(key)) != repr(theirs.get(key))  # NaN is equal to itself here
+        if repr(mine.get(key)) != repr(theirs.get(key))  # compare by repr, so that NaN equals NaN
     ]
 
 
 def weight_differences(whole: Path, other: Path) -> list[str]:
-    """Files of exported weights in which two runs differ."""
+    """The files of exported weights in which two runs differ."""
     mine, theirs = _exported(whole), _exported(other)
     return [f"weights in {name}" for name in mine if mine[name] != theirs.get(name)]
 
 
 def _exported(run_dir: Path) -> dict[str, str]:
-    """SHA-256 of the exported weights of a run, by file."""
+    """Export the weights of a run; returns the SHA-256 of each file."""
     out = run_dir.parent / f"{run_dir.name}-exported"
     subprocess.run(
         [sys.executable, "-m", "fovea", "export", str(run_dir), "--out", str(out)],
@@ -270,12 +271,12 @@ def _exported(run_dir: Path) -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=20, help="number of kills")
-    parser.add_argument("--processes", type=int, default=1, help="1, or more under torchrun")
-    parser.add_argument("--steps", type=int, default=30, help="steps of the run")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--processes", type=int, default=1, help="number of processes; more than 1 run under torchrun")
+    parser.add_argument("--steps", type=int, default=30, help="number of steps of each run")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
     parser.add_argument("--case", choices=CASES, default="grpo", help="recipe and settings")
-    parser.add_argument("--out", type=Path, required=True, help="a new folder for both runs")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of both runs")
+    parser.add_argument("--out", type=Path, required=True, help="new folder for both runs")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="additional settings of both runs")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True)
     recipe, *of_case = CASES[options.case]

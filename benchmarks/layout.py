@@ -1,8 +1,8 @@
-"""The counts by which the layout of the packages is judged: sizes, imports, settings, files that an addition touches.
+"""Counts that measure the layout of the packages: sizes, imports, settings, and files that an addition touches.
 
     python -m benchmarks.layout
 
-The rules of imports are those of tests/test_imports.py, the files those of tests/test_sizes.py.
+Import rules are taken from tests/test_imports.py, and the counted files from tests/test_sizes.py.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from tests.test_imports import FLOORS, PACKAGES, ROOT, to_higher_rooms, to_later
 from tests.test_sizes import FILES
 
 GOALS = {"fovea": (46_000, 290), "fovea_gym": (17_500, None), "fovea_tools": (7_000, None)}
-"""Most lines and files of each package."""
+"""Maximum number of lines and of files of each package."""
 LOSS, ENGINE, ENVIRONMENT = r"\b(cispo_loss|CispoLoss)\b", r"\b(sglang|SglangSettings)\b", r"\bGrey\b"
-"""Names of a loss, of an engine with a folder, and of the environment that docs/extending.md adds."""
+"""Patterns for the names of a loss, of an engine with a folder, and of the environment in docs/extending.md."""
 
 
 class Count(NamedTuple):
-    """One line of the table."""
+    """One count, which is one line of the table."""
 
     name: str
     value: int
     goal: int | None
-    """The most that it should be; None where there is no goal."""
+    """The maximum that the count should have; None without a goal."""
 
 
 def counts() -> Iterator[Count]:
-    """All counts, in the order of the table."""
+    """Compute all counts, in the order of the table."""
     for package, folder in PACKAGES.items():
         texts = texts_of(folder / package)
         lines, files = GOALS[package]
@@ -62,19 +62,19 @@ def counts() -> Iterator[Count]:
 
 
 def texts_of(folder: Path) -> dict[str, str]:
-    """The Python files below a folder by path."""
+    """Read the Python files below a folder; returns their texts by path."""
     return {
         path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in FILES if folder in path.parents
     }
 
 
 def files_that_name(name: str, texts: Mapping[str, str]) -> set[str]:
-    """The files whose code has a name; those in a folder of that name count as one."""
+    """The files whose code matches a name; files in a folder with that name count as one."""
     return {re.sub(rf"({name}/).*", r"\1", path) for path, text in texts.items() if re.search(name, text)}
 
 
 def isinstance_of_engines(package: str) -> dict[str, list[int]]:
-    """The lines on which a package asks by isinstance which engine settings are of, by file."""
+    """The lines in which a package tests with isinstance for the settings of an engine, by file."""
     engines = {name for name, each in vars(backends).items() if is_engine(each)}
     found: dict[str, list[int]] = {}
     for path, text in texts_of(PACKAGES[package] / package).items():
@@ -91,17 +91,17 @@ def isinstance_of_engines(package: str) -> dict[str, list[int]]:
 
 
 def is_of_gym(section: type[Section]) -> bool:
-    """True for a section that the gym defines."""
+    """True for a settings section that the gym defines."""
     return section.__module__.startswith("fovea_gym.")
 
 
 def is_engine(each: object) -> bool:
-    """True for the settings of an engine."""
+    """True for a class of engine settings."""
     return isinstance(each, type) and issubclass(each, backends.EngineSettings)
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table of counts."""
     rows = [
         (each.name, f"{each.value:,}", "" if each.goal is None else f"{each.goal:,}", "" if is_met(each) else "over")
         for each in counts()
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def is_met(count: Count) -> bool:
-    """True for a count that is not over its goal."""
+    """True if a count does not exceed its goal."""
     return count.goal is None or count.value <= count.goal
 
 

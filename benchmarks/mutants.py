@@ -1,7 +1,7 @@
-"""Seeded small faults (mutants) of a source tree, all written into one copy of it and switched on one at a time.
+"""Seeded small faults (mutants) of a source tree, all written into one copy of it and activated one at a time.
 
-`a < b` becomes `(a <= b if _mutant_(17) else a < b)`, so that one tree and one import serve all mutants, and a run
-without any tells which tests reach which of them.
+`a < b` becomes `(a <= b if _mutant_(17) else a < b)`: one tree and one import serve all mutants, and a run without an
+active mutant shows which tests reach which mutants.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
 }
 SWITCH = "_mutant_"
 COMPILED = ("jit", "compile", "kernel")
-"""Parts of the names of decorators whose functions are compiled from their source, where no switch can be."""
+"""Parts of the names of decorators that compile a function from its source, which must not contain a switch."""
 
 RUNTIME = f"""
 
@@ -58,31 +58,31 @@ def _install_switch() -> None:
 
 _install_switch()
 """
-"""Last lines of the package's `__init__.py` in the copy: they report the active mutant, and note who reaches which."""
+"""Code appended to the package's `__init__.py` in the copy: it activates a mutant, and records which are reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One changed expression within a function."""
+    """A change of one expression within a function."""
 
     file: str
-    """Path below the root of the tree."""
+    """Path of the file relative to the root of the tree."""
     function: str
     line: int
     start: int
-    """Byte at which the expression begins."""
+    """Byte offset at which the expression begins."""
     end: int
     original: str
     mutated: str
 
     @property
     def identity(self) -> tuple[str, str, str, str]:
-        """Key of a mutant that stays when lines above it change."""
+        """A key of the mutant that stays the same if lines above it change."""
         return self.file, self.function, self.original, self.mutated
 
 
 def mutants_of(root: Path, package: str) -> list[Mutant]:
-    """All mutants of a package, in the order of files and lines."""
+    """Find all mutants of a package, in the order of files and lines."""
     found = []
     for path in sorted((root / package).rglob("*.py")):
         source = path.read_bytes()
@@ -99,7 +99,7 @@ def mutants_of(root: Path, package: str) -> list[Mutant]:
 
 
 def drawn(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """So many of them, no two of which overlap."""
+    """Choose `count` random mutants that do not overlap."""
     order = list(mutants)
     random.Random(seed).shuffle(order)
     taken: list[Mutant] = []
@@ -112,7 +112,7 @@ def drawn(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
 
 
 def found_again(earlier: Sequence[Mutant], mutants: Sequence[Mutant]) -> list[Mutant | None]:
-    """The same mutants in a tree whose lines have moved; None for code that is gone."""
+    """Find the earlier mutants in a tree whose lines have moved; None for a mutant whose code no longer exists."""
     places: dict[tuple[str, str, str, str], list[Mutant]] = {}
     for mutant in mutants:
         places.setdefault(mutant.identity, []).append(mutant)
@@ -124,7 +124,7 @@ def found_again(earlier: Sequence[Mutant], mutants: Sequence[Mutant]) -> list[Mu
 
 
 def write_switches(root: Path, package: str, mutants: Sequence[Mutant | None]) -> None:
-    """Write the mutants into the tree, each off until its number is on, and the switch into this package."""
+    """Write the mutants into the tree, all inactive, and the code that activates them into this package."""
     by_file: dict[str, list[tuple[int, Mutant]]] = {}
     for number, mutant in enumerate(mutants):
         if mutant is not None:
@@ -141,13 +141,13 @@ def write_switches(root: Path, package: str, mutants: Sequence[Mutant | None]) -
 
 
 def _sites(node: ast.AST, function: str) -> Iterator[tuple[str, ast.expr, ast.expr]]:
-    """The expressions below a node that may change, each with its function and what it becomes."""
+    """Yield the expressions below a node that may be mutated, each with its function and its mutation."""
     inside = bool(function)
     for child in _run_later(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             if not any(word in ast.unparse(each) for each in child.decorator_list for word in COMPILED):
                 name = f"{function}.{child.name}" if function else child.name
-                # the body of a class is run by the import
+                # the body of a class runs at import, before a mutant can be active
                 within = name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or inside else ""
                 yield from _sites(child, within)
             continue
@@ -161,7 +161,7 @@ def _sites(node: ast.AST, function: str) -> Iterator[tuple[str, ast.expr, ast.ex
 
 
 def _run_later(node: ast.AST) -> Iterator[ast.AST]:
-    """The children of a node without annotations, defaults, decorators, patterns, f-strings and calls of `raise`."""
+    """The children of a node without annotations, defaults, decorators, patterns, f-strings and raised exceptions."""
     left_out: tuple[str, ...] = ("annotation", "returns", "args", "decorator_list", "pattern", "exc")
     if isinstance(node, ast.Call):
         left_out = ()
@@ -174,7 +174,7 @@ def _run_later(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _changed(node: ast.expr) -> Iterator[ast.expr]:
-    """Mutations of an expression."""
+    """Yield the mutations of an expression."""
     changed = copy.deepcopy(node)
     if isinstance(changed, ast.Compare) and type(changed.ops[0]) in COMPARED:
         changed.ops[0] = COMPARED[type(changed.ops[0])]()

@@ -1,12 +1,13 @@
-"""Which of so many seeded small faults of the product the tests notice.
+"""Counts how many random small faults (mutants) of the code the tests notice.
 
     python -m benchmarks.mutations before.json --count 200 --seed 0
     python -m benchmarks.mutations after.json --earlier before.json
 
-Writes all mutants into a copy of the tree (benchmarks/mutants.py), runs the tests once to see which of them reach which
-mutant, then for each mutant those that do, the ones of its own folder and short ones first, until one fails. With
-`--earlier` the mutants are those of another result, and the tests that noticed them then come first: what a change of
-the tests has lost. A mutant that no test reaches, or that all of them pass within `--seconds`, has survived.
+Writes all mutants into a copy of the tree (benchmarks/mutants.py) and runs the tests once to record which tests reach
+which mutant. Then runs, for each mutant, the tests that reach it until one fails; tests of the mutant's folder and
+short tests come first. `--earlier` tests the mutants of an earlier result again, starting with the tests that noticed
+them, to show what a change of the tests has lost. A mutant has survived if no test reaches it, or if all tests that
+fit into `--seconds` pass.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ COPIED = (
     *("docker", "examples", "workflows"),
 )
 TESTS_OF = {"gym/fovea_gym": "gym/gym_tests", "tools/fovea_tools": "tests/tools", "fovea": "tests"}
-"""Packages, each with the folder of its tests, which has the same folders."""
+"""The packages, each with the folder of its tests, which has the same subfolders."""
 MARKERS = "not long and not gpu and not browser and not vllm and not sglang and not megatron"
 MAX_TESTS = 250
 QUIET = ("-q", "-p", "no:cacheprovider")
 EXIT_CODE = "exit code"
 HANG_SECONDS = 60
-"""For one test with a mutant on: it hangs."""
+"""Time limit of one test with an active mutant; a test that takes longer counts as hanging."""
 FORK = """
 import builtins, importlib, json, os, signal, sys, time
 import pytest
@@ -67,36 +68,36 @@ for line in sys.stdin:
             os.killpg(child, signal.SIGKILL)
         time.sleep(0.02)
     try:
-        os.killpg(child, signal.SIGKILL)  # what it has left behind
+        os.killpg(child, signal.SIGKILL)  # processes that it has left behind
     except ProcessLookupError:
         pass
     print(code, flush=True)
 """
-"""The program of a process that forks for each request: a fresh one would import for five seconds."""
+"""The program of a process that forks for each request; a new process would spend five seconds on imports."""
 PRODUCT = ("fovea.wiring.run", "fovea.cli.main", "fovea.loop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Result of one mutant."""
+    """The result of one mutant."""
 
     mutant: Mutant
     ended: str
-    """killed, survived, unreached, or gone (its code is no longer there)"""
+    """`killed`, `survived`, `unreached`, or `gone` if its code no longer exists."""
     by: str = ""
     """The test that failed."""
     tests: int = 0
-    """Number of tests that reach it."""
+    """Number of tests that reach the mutant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """Results of one run of all tests without a mutant."""
+    """The results of a run of all tests without an active mutant."""
 
     tests_of: Mapping[int, Sequence[str]]
-    """Tests that reach a mutant, by its number."""
+    """The tests that reach each mutant, by the mutant's number."""
     seconds: Mapping[str, float]
-    """Time of each test that passed; no other is asked."""
+    """Time of each test that passed; only these are run against mutants."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -106,19 +107,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--earlier", type=Path, help="an earlier result: test its mutants again")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to mutate and test")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutations", help="where the copy is made")
-    parser.add_argument("--markers", default=MARKERS, help="the tests, as pytest's -m says it")
-    parser.add_argument("--again", action="store_true", help="take the copy that an interrupted call has left there")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutations", help="folder for the copy")
+    parser.add_argument("--markers", default=MARKERS, help="which tests to run, as for pytest's -m")
+    parser.add_argument("--again", action="store_true", help="use the copy that an interrupted call has left there")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=60, help="most seconds of tests for one mutant")
+    parser.add_argument("--seconds", type=float, default=60, help="maximum seconds of tests for one mutant")
     options = parser.parse_args(arguments)
 
     earlier = read(options.earlier) if options.earlier else []
     mutants = chosen(options.tree, earlier, options.count, options.seed)
-    copy = options.folder / options.tree.name  # some tests look at the folders beside the checkout
+    copy = options.folder / options.tree.name  # keep the name: some tests look at folders next to the checkout
     if not options.again:
         copy_tree(options.tree, copy)
-        write_switches(copy, "gym/fovea_gym", mutants)  # the package that the others import
+        write_switches(copy, "gym/fovea_gym", mutants)  # all other packages import this one
         run_all(copy, options.markers, options.processes)
     reached = read_reached(copy)
     first = {number: outcome.by for number, outcome in enumerate(earlier)}
@@ -152,7 +153,7 @@ def chosen(tree: Path, earlier: Sequence[Outcome], count: int, seed: int) -> lis
 
 
 def copy_tree(tree: Path, folder: Path) -> None:
-    """Copy what the tests need, with the same environments beside it."""
+    """Copy the files that the tests need, and link to the checkout's environments."""
     shutil.rmtree(folder.parent, ignore_errors=True)
     folder.mkdir(parents=True)
     for source in tree.iterdir():
@@ -167,16 +168,16 @@ def copy_tree(tree: Path, folder: Path) -> None:
 
 
 def environment(copy: Path, **more: str) -> dict[str, str]:
-    # the copy comes before the checkout that is installed
+    # the copy must come before the installed checkout
     path = os.pathsep.join(map(str, (copy, copy / "gym", copy / "tools")))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
 def run_all(copy: Path, markers: str, processes: int) -> None:
-    """Run all tests once without a mutant, and note which of them reach which."""
+    """Run all tests once without an active mutant, and record which tests reach which mutants."""
     hits = copy.parent / "hits"
     hits.mkdir()
-    patience = "faulthandler_timeout=1200"  # of a busy machine
+    patience = "faulthandler_timeout=1200"  # long enough for a busy machine
     words = ["-n", str(processes), "--dist", "loadfile", "-o", patience, "-m", markers]
     with (copy.parent / "all.log").open("w") as log:
         subprocess.run(
@@ -197,7 +198,7 @@ def read_reached(copy: Path) -> Reached:
             number, _, test = line.partition("\t")
             name, _, phase = test.rpartition(" (")
             module = name.partition("::")[0]
-            # what a fixture of a module reaches is reached for all of its tests
+            # a mutant that a module's fixture reaches counts as reached by all of the module's tests
             names = [name] if phase != "setup)" else [each for each in seconds if each.startswith(module)]
             tests.setdefault(int(number), set()).update(names)
     return Reached(
@@ -206,7 +207,7 @@ def read_reached(copy: Path) -> Reached:
 
 
 def passed(report: Path, copy: Path) -> Iterator[tuple[str, float]]:
-    """The tests that have passed, by the names that pytest takes, and their seconds."""
+    """Yield the names, as pytest accepts them, and the seconds of the tests that passed."""
     for case in ElementTree.parse(report).iter("testcase"):
         if not list(case):
             parts = case.attrib["classname"].split(".")
@@ -224,7 +225,7 @@ def judge(
     first: str,
     seconds: float,
 ) -> Outcome:
-    """Run the tests that reach a mutant with it on."""
+    """Run the tests that reach a mutant with this mutant active; returns the outcome."""
     if mutant is None:
         return replace(earlier[number], ended="gone", by="")
     tests = reached.tests_of.get(number, [])
@@ -246,7 +247,7 @@ def judge(
 
 
 class Tests:
-    """Runs tests of the copy in a process that has imported these modules, and forks for each call."""
+    """Runs tests of the copy in a process that imports these modules once and forks for each call."""
 
     def __init__(self, copy: Path, modules: Sequence[str], python: str = sys.executable) -> None:
         self._folder = copy.parent
@@ -262,7 +263,7 @@ class Tests:
     def first_failure(
         self, words: Sequence[str], log_name: str, *, limit_seconds: float, number: int | None = None
     ) -> str:
-        """The first test that fails, or does not end; empty if all pass. With the mutant of this number on."""
+        """Run tests with mutant `number` active; returns the first that fails or hangs, empty if all pass."""
         log = self._folder / log_name
         words = [*QUIET, "-x", "--tb=no", "-rfE", *words]
         request = {"number": number, "words": words, "log": str(log), "limit": limit_seconds}
@@ -275,12 +276,12 @@ class Tests:
             return ""
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-        # ids may hold spaces, and a message comes behind them
+        # ids may contain spaces; the message follows after " - "
         return failed[0].partition(" - ")[0] if failed else f"{EXIT_CODE} {code}"
 
 
 def report(outcomes: Sequence[Outcome], earlier: Sequence[Outcome]) -> None:
-    """Counts, the survivors, and what was noticed earlier and no longer is."""
+    """Print the counts, the survivors, and the mutants that were noticed earlier but are not noticed any more."""
     ends = Counter(each.ended for each in outcomes)
     counts = ((ended, str(ends[ended])) for ended in ("killed", "survived", "unreached", "gone"))
     survivors = (
@@ -295,7 +296,7 @@ def report(outcomes: Sequence[Outcome], earlier: Sequence[Outcome]) -> None:
         for before, now in zip(earlier, outcomes, strict=False)
         if before.ended == "killed" and now.ended in ("survived", "unreached")
     ]
-    print(f"noticed earlier and no longer: {len(lost)}", *lost, sep="\n")
+    print(f"noticed earlier but not now: {len(lost)}", *lost, sep="\n")
 
 
 if __name__ == "__main__":

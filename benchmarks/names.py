@@ -1,9 +1,9 @@
-"""Names and keyword arguments of a package that Fovea uses, looked up in a release of it without installing that.
+"""Checks that a release of a package has the names and keyword arguments that Fovea uses, without installing it.
 
     pip download --no-deps vllm==0.33.0 -d /tmp/wheels
     python -m benchmarks.names vllm /tmp/wheels/vllm-0.33.0-*.whl
 
-Also takes the folder of an installed package. Prints what is not there, and ends with code 1 if that is anything.
+The folder of an installed package works too. Prints the missing names; the exit code is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FOVEA = Path(__file__).parents[1] / "fovea"
 
 
 Source = Path | zipfile.Path
-"""The folder that holds a package, or a wheel with it."""
+"""The folder that contains a package, or a wheel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A name that a file of Fovea imports, and the keyword arguments of its calls there."""
+    """A name that a file of Fovea imports, and the keyword arguments with which the file calls it."""
 
     module: str
     name: str
@@ -34,7 +34,7 @@ class Use:
 
 
 def uses_of(package: str, folder: Path = FOVEA) -> Iterator[Use]:
-    """The names that files below a folder import from a package."""
+    """Yield the names that the files below a folder import from a package."""
     for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -51,7 +51,7 @@ def _keywords(tree: ast.AST, name: str) -> Iterator[str]:
 
 
 def missing(use: Use, source: Source) -> str | None:
-    """Describe the names of this use that a release lacks; None if its source text has all of them."""
+    """Describe what a release lacks for this use; None if it has the name and all keyword arguments."""
     module = use.module.replace(".", "/")
     if _files(source, f"{module}/{use.name}"):
         return None
@@ -67,13 +67,13 @@ def missing(use: Use, source: Source) -> str | None:
 
 
 def _files(source: Source, module: str) -> list[Source]:
-    """The file of a module or package, if it is there."""
+    """The file of a module or package, in a list that is empty if there is none."""
     return [file for end in (".py", "/__init__.py") if (file := source / f"{module}{end}").is_file()]
 
 
 @lru_cache
 def _definition(text: str, name: str) -> ast.AST | None:
-    """Places where a module defines, assigns, imports or mentions a name, in this order."""
+    """Find where a module defines, assigns, imports or mentions a name, tried in this order."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
@@ -83,13 +83,13 @@ def _definition(text: str, name: str) -> ast.AST | None:
             return node
         if isinstance(node, ast.alias) and (node.asname or node.name) == name:
             return node
-        if isinstance(node, ast.Constant) and node.value == name:  # a lazy import by its name
+        if isinstance(node, ast.Constant) and node.value == name:  # a lazy import by name
             return node
     return None
 
 
 def _arguments(found: ast.AST) -> set[str] | None:
-    """Keyword arguments that a function or class takes; None where its text does not say."""
+    """The keyword arguments that a function or class accepts; None if its source does not show them."""
     if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
         given = found.args
         return None if given.kwarg else {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
@@ -99,7 +99,7 @@ def _arguments(found: ast.AST) -> set[str] | None:
     if makers:
         return _arguments(makers[0])
     if [ast.unparse(each).partition("(")[0] for each in found.decorator_list] != ["dataclass"]:
-        return None  # fields that something else adds
+        return None  # other decorators may add arguments
     return {
         each.target.id for each in found.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
     }

@@ -1,4 +1,4 @@
-"""Fovea's side of the comparisons: steps of its own loop, from rows to new weights."""
+"""Fovea's side of the comparisons: steps of its training loop, from rows to new weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OPENER = ImageOpener(max_image_mib=32, max_image_megapixels=64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """Services that runs of several cases may share."""
+    """Model, engine and policy, which runs of several cases may share."""
 
     parts: TinyParts
     vlm: VLM
@@ -62,10 +62,10 @@ class Shared:
 
 
 class Ours:
-    """A run of a case; every call of `step` takes new rows."""
+    """A run of a case; every call of `step` uses new rows."""
 
     def __init__(self, case: Case, steps: int, shared: Shared | None = None, clock: Clock = perf_counter) -> None:
-        """Prepare rows for `steps` calls of `step`; `shared` may come from another case with the same model."""
+        """Prepare rows for `steps` calls of `step`; `shared` may come from another case that has the same model."""
         self.shared = shared or share(case, make_parts(case))
         self._clock = clock
         self._run = _make_run(case, steps, self.shared, clock)
@@ -73,11 +73,11 @@ class Ours:
         wait_for(self._run.weight_sync.sync(0))
 
     def step(self) -> StepTimes:
-        """Take one step and time it, from rows to weights."""
+        """Take one step, from rows to new weights, and time it."""
         started = self._clock()
         _, metrics = wait_for(take_step(self._run, TrainState(step=self._step, kl_coef=0.0)))
         whole = self._clock() - started
-        assert metrics["groups/skipped"] == 0, "a group without signal was not trained on: the step did less"
+        assert metrics["groups/skipped"] == 0, "a group without signal was not trained on: the step did less work"
         self._step += 1
         phases = {key.removeprefix("seconds/"): value for key, value in self._run.phases.seconds().items()}
         rollout = phases["data"] + phases["rollout"]
@@ -92,12 +92,12 @@ class Ours:
         )
 
     def plain_step(self) -> StepTimes:
-        """Take and time a step whose update reuses nothing, as one in `train.plain_update_every_steps` does."""
+        """Take and time a step whose update reuses nothing from the rollout (`train.plain_update_every_steps`)."""
         self.shared.policy._steps = 0
         return self.step()
 
     def draw(self) -> Batch:
-        """Roll out and return the samples; every group is kept."""
+        """Take a rollout and return its samples, with all groups."""
         run, rollout = self._run, self._run.config.rollout
         prompted = run.sources.train.take(run.stream.order, rollout.prompts_per_step)
         drawing = collect(
@@ -114,13 +114,13 @@ class Ours:
         return with_advantages(batch, settings, 0.0 if settings.kl is None else settings.kl.coef)[0]
 
     def prompts(self, count: int) -> list[Prompt]:
-        """Prompts of the first rows."""
+        """Render the prompts of the first rows."""
         prompted = [self._run.sources.train.get(index) for index in range(count)]
         return [each.prompt for each in prompted if each is not None]
 
 
 def peak_gib(case: Case, steps: int) -> float:
-    """Peak memory of this process after so many steps of a case."""
+    """Take steps of a case; returns the peak memory of this process."""
     run = Ours(case, steps)
     for _ in range(steps):
         run.step()
@@ -128,7 +128,7 @@ def peak_gib(case: Case, steps: int) -> float:
 
 
 def share(case: Case, parts: TinyParts, device: str = "cpu", attention: Kernel = "auto") -> Shared:
-    """Make model, engine and policy of a case."""
+    """Create the model, engine and policy of a case."""
     config = config_of(case)
     parts = endless(parts)
     choose_trainable(parts.network, config.model, config.seed)
@@ -138,7 +138,7 @@ def share(case: Case, parts: TinyParts, device: str = "cpu", attention: Kernel =
     tape = make_tape(config, vlm)
     assert isinstance(config.rollout.engine, EmbeddedSettings)
     engine = make_engine(config.rollout.engine, parts.processor, vlm, tape)
-    assert isinstance(engine, EmbeddedEngine), "a family without a fast path"
+    assert isinstance(engine, EmbeddedEngine), "this model family has no fast path"
     return Shared(
         parts=parts,
         vlm=vlm,
@@ -155,7 +155,7 @@ def share(case: Case, parts: TinyParts, device: str = "cpu", attention: Kernel =
 
 
 def config_of(case: Case) -> Config:
-    """Settings of a case."""
+    """The settings of a case."""
     return Config.model_validate(
         {
             "model": Model(

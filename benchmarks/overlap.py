@@ -1,9 +1,10 @@
-"""Time of a step with rollouts and updates in turn, and overlapped: one process trains, another generates.
+"""Time of a step with rollouts and updates one after the other and overlapped, with a process for each.
 
     python -m benchmarks.overlap --steps 60 --json overlap.json recipes/shapes.yaml seed=1
 
-Each bound of `--bounds` (`rollout.max_staleness_steps`) is a separate run under torchrun, with a thread per process,
-one after another. Figures are medians in seconds over its steps after the first ones, without checkpoints and readings.
+Each of `--bounds` (`rollout.max_staleness_steps`) is a separate run under torchrun, with one thread per process. The
+runs follow one another. Figures are medians in seconds over the steps after the first ones, without checkpoints and
+evaluations.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.process import MALLOC
 from fovea.metrics.log import read_metrics
 
 WARM_STEPS = 5
-"""First steps of a run, which are not counted: caches fill, and nothing is drawn ahead of the first."""
+"""Number of first steps that are not counted: caches fill, and no rollout is ahead of the first step."""
 APART = ("cluster.placement=disaggregated", "cluster.rollout_gpus=1")
 WITHOUT_BARRIERS = (
     *("checkpoint.every_steps=0", "evaluate.every_steps=0", "evaluate.before_training=false"),
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def figures(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Medians of the seconds of a step, of its parts, and of the time that either side waits for the other."""
+    """Medians of the seconds of a step, of its parts, and of the time that each side waits for the other."""
     return {
         "step": median(row["seconds/step"] for row in rows),
         "rollout": median(row["seconds/rollout"] for row in rows),
@@ -55,13 +56,13 @@ def figures(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _not_drawing(row: Mapping[str, float]) -> float:
-    """The time of a step that takes turns in which the engine neither draws nor takes weights."""
+    """The time of a step without overlap in which the engine neither samples nor receives weights."""
     return row["seconds/step"] - row["seconds/rollout"] - row["seconds/weight_sync"]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__.split("\n")[0])
-    parser.add_argument("words", nargs="*", default=["recipes/shapes.yaml"], help="recipes and settings of the runs")
+    parser.add_argument("words", nargs="*", default=["recipes/shapes.yaml"], help="recipe and settings of the runs")
     parser.add_argument("--bounds", type=lambda text: [int(each) for each in text.split(",")], default=[0, 1])
     parser.add_argument("--steps", type=int, default=60, help="counted steps of each run")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to FILE")
@@ -69,7 +70,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _steps_of_run(bound: int, steps: int, words: Sequence[str]) -> list[dict[str, float]]:
-    """Metrics of the counted steps of a run on two processes."""
+    """Run on two processes; returns the metrics of the counted steps."""
     with tempfile.TemporaryDirectory(prefix="fovea-overlap-") as folder:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "fovea", "train"]
         given = [*words, *APART, *WITHOUT_BARRIERS, f"max_steps={steps + WARM_STEPS}", f"run_dir={folder}/run"]

@@ -1,11 +1,12 @@
-"""Known faults, made in the engine of a tiny model, and the parity gate's answer to each.
+"""Injects known faults into the engine of a tiny model, and prints the parity gate's verdict on each.
 
     python -m benchmarks.parity_faults                      # families x dtypes x (random weights, warmed up)
-    python -m benchmarks.parity_faults --sound-runs 200 --minutes 30     # how many sound runs the gate stops
+    python -m benchmarks.parity_faults --sound-runs 200 --minutes 30     # count the sound runs that the gate stops
 
-The faults are made in what the engine reads, and not by the gate's own functions. An answer is `named` (the run stops,
-and the error names this fault), `stopped` (with another name or none), `cannot tell` (it passes, and the line says that
-this fault would not show) or `PASSED`. Stale weights are read after a weight sync that the engine has not taken.
+The faults are injected into the engine's inputs, without using the gate's own functions. A verdict is `named` (the run
+stops, and the error names this fault), `stopped` (the error names another fault or none), `cannot tell` (the run
+passes, and the gate reports that this fault would not show) or `PASSED`. Stale weights are measured by a parity check
+of version 1 while the engine still has the weights of version 0.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ STALE = "the weights of version 0"
 WARMUP_STEPS = 250
 ROWS_PER_STEP = 16
 SHOWN_RUNS = 10
-"""Sound runs between two printed lines."""
+"""Number of sound runs between two printed lines."""
 
 Pixels: TypeAlias = NDArray[np.float32]
 Positions: TypeAlias = tuple[NDArray[np.int64], int]
 
 
 class SecondLook(ShapesZoom):
-    """Scenes of two turns: whatever the first answer is, it gets the first quarter of the picture."""
+    """Scenes of two turns: the reply to any first answer is the first quarter of the picture."""
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
         return super().reply(task, [Turn(messages=(), text=r"\crop{1}")])
 
 
 def tiny_run(folder: str, family: str, dtype: str, seed: int = 0) -> Run:
-    """A run of a tiny model on scenes of two turns."""
+    """Make a run of a tiny model on scenes of two turns."""
     config = Config.model_validate(
         {
             "model": {"tiny": {"family": family}, "dtype": dtype},
@@ -76,7 +77,7 @@ def tiny_run(folder: str, family: str, dtype: str, seed: int = 0) -> Run:
 
 
 def warm_up(run: Run, steps: int) -> None:
-    """Supervised steps on answers to the first question."""
+    """Take supervised steps on the targets of the first turn."""
     assert run.warmup is not None
     source = run.sources.train
     for step in range(steps):
@@ -91,10 +92,10 @@ def warm_up(run: Run, steps: int) -> None:
 
 
 class BrokenEngine:
-    """An engine that reads other prompts than it is given, from their beginning in each turn."""
+    """An engine that changes the prompts it is given, and reads each from its beginning in every turn."""
 
     def __init__(self, engine: Any, change: Callable[[Prompt, bool], Prompt]) -> None:
-        """`change` gets a prompt, and whether it is that of a later turn."""
+        """`change` gets a prompt, and True if it is the prompt of a later turn."""
         self._engine = engine
         self._change = change
         self.calls = 0
@@ -123,7 +124,7 @@ def _pixels(change: Callable[[Pixels], Pixels]) -> Callable[[Prompt, bool], Prom
 
 
 def _half_size(pixels: Pixels) -> Pixels:
-    """Each 2 x 2 pixels of Qwen's patches by their mean: 3 colours of 2 frames, each square."""
+    """Replace each 2 x 2 pixels by their mean. Qwen's patches are squares of 3 colours and 2 frames."""
     side = math.isqrt(pixels.shape[-1] // 6)
     x = pixels.reshape(len(pixels), 6, side // 2, 2, side // 2, 2).mean(axis=(3, 5))
     halved: Pixels = x.repeat(2, axis=2).repeat(2, axis=3).reshape(pixels.shape)
@@ -131,7 +132,7 @@ def _half_size(pixels: Pixels) -> Pixels:
 
 
 def _of_others() -> Callable[[Prompt, bool], Prompt]:
-    """Each picture that of the request before, as from a cache that is read by a wrong key; the first is right."""
+    """Replace each picture by that of the previous request, as a cache with wrong keys would; the first stays."""
     last: dict[int, PromptImage] = {}
     other: dict[str, PromptImage] = {}
 
@@ -145,7 +146,7 @@ def _of_others() -> Callable[[Prompt, bool], Prompt]:
 
 
 def _without(prompt: Prompt, number: int, pad: int) -> Prompt:
-    """The prompt without one of its images and without the image's tokens."""
+    """The prompt without one of its images and that image's tokens."""
     pads = np.flatnonzero(prompt.token_ids_L == pad)
     ends = np.cumsum([image.num_tokens for image in prompt.images])
     gone = pads[ends[number] - prompt.images[number].num_tokens : ends[number]]
@@ -154,13 +155,13 @@ def _without(prompt: Prompt, number: int, pad: int) -> Prompt:
 
 
 def _doubled(prompt: Prompt, pad: int) -> Prompt:
-    """Every run of image tokens twice as long, without marks between."""
+    """The prompt with each block of image tokens doubled, without separators between the two."""
     ids_L, images = prompt.token_ids_L, (image for image in prompt.images for _ in range(2))
     return replace(prompt, token_ids_L=np.repeat(ids_L, np.where(ids_L == pad, 2, 1)), images=tuple(images))
 
 
 def _rows_dropped(own: Callable[..., Positions], *call: Any) -> Positions:
-    """The temporal row for all three axes, as SGLang's kernel took it (slime#2336)."""
+    """Use the temporal row for all three axes, as SGLang's kernel once did (slime#2336)."""
     positions_3L, following = own(*call)
     return positions_3L[:1].repeat(3, axis=0), following
 
@@ -175,18 +176,18 @@ CHANGES: dict[str, Callable[[int], Callable[[Prompt, bool], Prompt]]] = {
     "images normalised twice": lambda _: _pixels(lambda pixels: (pixels - np.float32(0.5)) / np.float32(0.5)),
     "images of half the resolution": lambda _: _pixels(_half_size),
     "image tokens doubled": lambda pad: lambda prompt, _: _doubled(prompt, pad),
-    # prompts have one picture
+    # the prompts of first turns have one picture
     "the last image missing": lambda pad: lambda prompt, _: _without(prompt, 0, pad) if prompt.images else prompt,
     "a later turn's image missing": lambda pad: lambda prompt, later: _without(prompt, -1, pad) if later else prompt,
 }
-"""Change of a prompt, given the id of image tokens and whether it is the prompt of a later turn, by fault."""
+"""For each fault, a function that returns the change of a prompt, given the id of image tokens."""
 POSITIONS = {"two of three M-RoPE rows dropped": _rows_dropped, "1-D positions": _one_by_one}
 FAULTS = (*CHANGES, *POSITIONS, STALE)
 
 
 @contextmanager
 def broken_positions(engine: BrokenEngine, wrong: Callable[..., Positions]) -> Iterator[None]:
-    """Wrong positions while the engine is at work; the trainer's stay right."""
+    """Let the engine compute wrong positions in the context; the trainer's positions stay right."""
     own = QwenVL.positions
 
     def positions(*call: Any) -> Positions:
@@ -197,7 +198,7 @@ def broken_positions(engine: BrokenEngine, wrong: Callable[..., Positions]) -> I
 
 
 def read_with(run: Run, fault: str) -> ParityResult:
-    """Read the gate on an engine with this fault; for stale weights the policy is trained by a step."""
+    """Run the parity gate on an engine with this fault; for stale weights, the policy is first trained for a step."""
     if fault == STALE:
         return _read_stale(run)
     change = CHANGES[fault](run.image_token_id) if fault in CHANGES else lambda prompt, _: prompt
@@ -210,7 +211,7 @@ def read_with(run: Run, fault: str) -> ParityResult:
 def _read_stale(run: Run) -> ParityResult:
     assert isinstance(run.policy, LocalPolicy)
     assert isinstance(run.engine, EmbeddedEngine)
-    # copies, which training does not change
+    # copy the weights, so that training does not change them
     copies = {weight.name: weight.tensor().clone() for weight in run.policy.trained.weights_to_sync()}
     run.engine.load_weights(copies, 0)
     wait_for(read_parity(run, 0))
@@ -221,7 +222,7 @@ def _read_stale(run: Run) -> ParityResult:
 
 
 def answer(reading: ParityResult, fault: str) -> str:
-    """The gate's answer to an engine with this fault."""
+    """The gate's verdict on an engine with this fault."""
     doubtful = [each.name for each in reading.doubtful]
     if reading.passed:
         return "cannot tell" if fault in doubtful else "PASSED"
@@ -233,8 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--warmup-steps", type=int, default=WARMUP_STEPS, help="supervised steps before the second row")
-    parser.add_argument("--sound-runs", type=int, default=0, help="read so many sound runs in place of the table")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no sound run after this time")
+    parser.add_argument(
+        "--sound-runs", type=int, default=0, help="number of sound runs to check instead of printing the table"
+    )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="do not begin a sound run after this time")
     options = parser.parse_args(arguments)
     if options.sound_runs:
         print_sound(options.sound_runs, options.families, options.dtypes, options.minutes)
@@ -247,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def rows_of(family: str, dtype: str, warmup_steps: int) -> Iterator[str]:
-    """Rows of the table: a tiny model with random weights, and after its warm-up."""
+    """Yield two rows of the table: a tiny model with random weights, and the same after a warm-up."""
     for state, steps in (("random", 0), ("warmed up", warmup_steps)):
         with TemporaryDirectory() as folder:
             run = tiny_run(folder, family, dtype)
@@ -265,7 +268,7 @@ def rows_of(family: str, dtype: str, warmup_steps: int) -> Iterator[str]:
 
 
 def print_sound(count: int, families: Sequence[str], dtypes: Sequence[str], minutes: float) -> None:
-    """Print how many sound runs the gate stops: a line after every ten runs, and one at the end or after `minutes`."""
+    """Print how many sound runs the gate stops, after every SHOWN_RUNS runs and at the end or after `minutes`."""
     ends = time.monotonic() + 60 * minutes
     stopped, largest = 0, dict.fromkeys(dtypes, 0.0)
     cases = itertools.islice(itertools.cycle(itertools.product(families, dtypes, (0, 20))), count)
@@ -281,7 +284,7 @@ def print_sound(count: int, families: Sequence[str], dtypes: Sequence[str], minu
 
 
 def read_sound(family: str, dtype: str, seed: int, warmup_steps: int) -> tuple[ParityResult, ParityResult]:
-    """The gate's readings of a sound run: before RL, and after the weight sync of a further supervised step."""
+    """The gate's results for a sound run: before RL, and after a further supervised step and its weight sync."""
     with TemporaryDirectory() as folder:
         run = tiny_run(folder, family, dtype, seed)
         warm_up(run, warmup_steps)

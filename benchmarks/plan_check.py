@@ -1,10 +1,10 @@
-"""`fovea plan` against measured peaks, for recipes with tiny and mid models on this CPU.
+"""Compares `fovea plan` with measured memory peaks, for recipes with tiny and medium models on this CPU.
 
     python -m benchmarks.plan_check --json plan_check.json
 
-Every case is a run of three steps in a separate process. Measured is the most that torch's allocator holds
-(`torch_memory`) in each phase of the last step, when the optimizer has its states and no checkpoint is being written;
-planned is what `fovea plan` says of the recipe with the lengths that the run had.
+Every case is a run of three steps in a separate process. The measured value is the peak of torch's allocations
+(`torch_memory`) in each phase of the last step, when the optimizer has its state and no checkpoint is being written.
+The planned value is that of `fovea plan` for the same recipe and the run's lengths.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ MIB = 2**20
 PHASES = ("rollout", "update")
 STEPS = 3
 ROWS = 100
-"""Training rows among which the longest prompt is looked for."""
+"""Number of training rows in which the longest prompt is searched."""
 RECIPES = Path(__file__).parents[1] / "recipes"
 REWARD = "import zlib\n\ndef score(task, text, images):\n    return zlib.crc32(text.encode()) % 7\n"
-"""A reward for random weights: with equal rewards a group is not trained on."""
+"""A reward that differs between answers of random weights: groups with equal rewards are not trained on."""
 COMMON = (
     *("warmup=null", f"max_steps={STEPS}", "parity.prompts=0", "log.tensorboard=false", "log.progress=false"),
     *("checkpoint.every_steps=0", "evaluate.before_training=false", "evaluate.image_controls=false"),
@@ -84,7 +84,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "rollout.prompts_per_step=8",
         "rollout.samples_per_prompt=8",
         "rollout.max_new_tokens=48",
-        # as much as a step records: the tape reserves it at once
+        # equal to what a step records, since the tape reserves this memory at once
         "rollout.engine.reuse_gib=0.377",
     ),
 }
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One phase of one case, in MiB."""
+    """Planned and measured memory of one phase of a case, in MiB."""
 
     case: str
     phase: str
@@ -105,7 +105,7 @@ class Row:
 
 
 def measure(case: str) -> list[Row]:
-    """Run a case in this process."""
+    """Run a case in this process and compare its peaks with the plan."""
     recipe, *overrides = CASES[case]
     with TemporaryDirectory(prefix="fovea-plan-") as folder:
         reward = Path(folder, "reward.py")
@@ -129,7 +129,7 @@ def _last_two_steps(trace: AllocationTrace, step: int) -> Iterator[None]:
     """Trace from the second step, counted from 0, to the end of the third."""
     if step == STEPS - 2:
         for thread in threading.enumerate():
-            # the copies of a checkpoint are freed by the thread that writes it
+            # wait for the thread that writes a checkpoint, which frees its copies
             if thread.name == "checkpoint":
                 thread.join()
         trace.start()
@@ -139,7 +139,7 @@ def _last_two_steps(trace: AllocationTrace, step: int) -> Iterator[None]:
 
 
 def _with_lengths(run: Run) -> Config:
-    """The settings of a run with the longest of its first prompts."""
+    """The settings of a run, with the plan's lengths taken from the longest of its first prompts."""
     config, train_rows = run.config, run.sources.train
     prompts = [found.prompt for index in range(ROWS) if (found := train_rows.get(index)) is not None]
     longest = max(prompts, key=lambda prompt: prompt.num_tokens)
@@ -153,7 +153,7 @@ def _with_lengths(run: Run) -> Config:
 
 
 def as_planned(run: Run, plan: Mapping[str, object]) -> Config:
-    """The settings of a run with the model that it has made, and these of `plan`, on a CPU."""
+    """The settings of a run for `fovea plan` on a CPU, with the run's model and the given `plan` section."""
     made = {"path": str(run.folder / MODEL_FOLDER), "tiny": None}
     sections = {
         "plan": run.config.plan.model_copy(update={"gpu": "cpu", **plan}),
@@ -163,22 +163,22 @@ def as_planned(run: Run, plan: Mapping[str, object]) -> Config:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Planned and measured peaks of all cases."""
+    """Table of the planned and measured peaks of all cases."""
     cells = ((row.case, row.phase, f"{row.planned:,.1f}", f"{row.measured:,.1f}", f"{row.ratio:.3f}") for row in rows)
     headers = ("case", "phase", "planned", "measured", "ratio")
     return as_table("peak of torch's allocations, MiB", headers, cells, num_left=2)
 
 
 def main() -> None:
-    """Measure all cases and print the table, or one case as JSON."""
+    """Measure all cases and print the table; with --case, measure one and print JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, help="run one case in this process, and print JSON")
-    parser.add_argument("--json", type=Path, help="write the table as JSON too")
+    parser.add_argument("--case", choices=CASES, help="run one case in this process and print JSON")
+    parser.add_argument("--json", type=Path, help="also write the table as JSON")
     arguments = parser.parse_args()
     if arguments.case:
         print(json.dumps([asdict(row) for row in measure(arguments.case)]))
         return
-    # each in a separate process, with fresh memory
+    # each case runs in a separate process with fresh memory
     rows = [Row(**values) for case in CASES for values in last_line(MODULE, "--case", case)]
     show(table(rows))
     if arguments.json:

@@ -1,4 +1,4 @@
-"""The look of the plots of benchmarks."""
+"""Colours and styles of the benchmarks' plots."""
 
 from __future__ import annotations
 

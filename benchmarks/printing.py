@@ -1,4 +1,4 @@
-"""Tables that benchmarks print."""
+"""Tables that the benchmarks print."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH = 130
 
 
 def as_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> Table:
-    """A table with `num_left` columns of text, aligned left, and then numbers, aligned right."""
+    """A table whose first `num_left` columns are aligned left, for text, and the others right, for numbers."""
     table = Table(title=title, title_justify="left")
     for place, header in enumerate(headers):
         table.add_column(header, justify="left" if place < num_left else "right")
@@ -21,7 +21,7 @@ def as_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], 
 
 
 def show(*tables: Table | str) -> None:
-    """Print tables and lines, also where stdout is not a terminal and has no width."""
+    """Print tables and lines of text with a fixed width, also if stdout is not a terminal."""
     console = Console(width=WIDTH)
     for table in tables:
         console.print(table)

@@ -1,13 +1,13 @@
-"""Test accuracies and rewards of finished runs as Markdown tables: before and after RL, without the image.
+"""Test accuracies and rewards of finished runs as Markdown tables: before RL, after RL, and without the image.
 
     python -m benchmarks.results GRPO=runs/g0,runs/g1,runs/g2 PPO=runs/p0,runs/p1,runs/p2
-    python -m benchmarks.results GRPO=runs/g0,runs/g1 --kinds unseen  # one more column over seeds
-    python -m benchmarks.results --parts GRPO=runs/g0     # named parts of the reward in place of question types
+    python -m benchmarks.results GRPO=runs/g0,runs/g1 --kinds unseen  # adds a column per kind over seeds
+    python -m benchmarks.results --parts GRPO=runs/g0     # parts of the reward instead of question types
 
-The first table has a line per run. Accuracies after RL have their 95 % interval over rows behind them; `-` stands where
-a run took no such reading. The second has a line per name with several seeds: means over them, and changes with
-Student's 95 % interval. Its reward is that of sampled answers, in the first and the last twenty steps; for a reward
-that is drawn by chance (`benchmarks/controls.py`), what the environment would have given.
+The first table has a line per run. Accuracies after RL are followed by their 95 % interval over rows; `-` marks an
+evaluation that the run did not do. The second table has a line per name with several seeds: means over the seeds, and
+changes with Student's 95 % interval. Its rewards are means of sampled answers in the first and the last twenty steps;
+for a random reward (`benchmarks/controls.py`), they are the rewards that the environment would have given.
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ from fovea_gym.benchmarks.estimates import Estimate
 
 STEPS_READ = 20
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""97.5 % points of Student's t distribution for 1 to 9 degrees of freedom."""
+"""97.5 % quantiles of Student's t distribution for 1 to 9 degrees of freedom."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER,FOLDER", help="run folders of one name")
-    parser.add_argument("--parts", action="store_true", help="parts of the reward in place of question types")
-    parser.add_argument("--kinds", nargs="+", default=[], metavar="WORD", help="types whose names have it, in a column")
-    parser.add_argument("--medians", nargs="+", default=[], metavar="PART", help="medians of a part of the reward")
+    parser.add_argument("--parts", action="store_true", help="show parts of the reward, not question types")
+    parser.add_argument(
+        "--kinds", nargs="+", default=[], metavar="WORD", help="columns for types whose names contain WORD"
+    )
+    parser.add_argument(
+        "--medians", nargs="+", default=[], metavar="PART", help="columns with medians of a part of the reward"
+    )
     options = parser.parse_args(arguments)
     named = [(name, folders.split(",")) for name, _, folders in (word.partition("=") for word in options.runs)]
     folders = [(name, Path(folder)) for name, of_name in named for folder in of_name]
@@ -48,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def seed_table(
     runs: Sequence[tuple[str, Path, SummaryJson]], kinds: Sequence[str] = (), medians: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Lines of a Markdown table over the seeds of each name and number of steps; none where all are single runs.
+    """Lines of a Markdown table over the seeds of each name and number of steps; none if no name has several seeds.
 
-    Columns for each of `kinds` have the accuracy of the question types whose names contain it, those for each of
-    `medians` the median over test rows of a part of the reward.
+    Each word of `kinds` adds the accuracy on the question types whose names contain it. Each of `medians` adds the
+    median of a part of the reward over test rows.
     """
     groups = groupby(runs, key=lambda run: (run[0], run[2]["steps"]))
     named = [(name, steps, [run[1:] for run in found]) for (name, steps), found in groups]
@@ -84,7 +88,7 @@ def seed_table(
 
 
 def _of_kind(kind: str, summaries: Sequence[SummaryJson]) -> Iterator[list[float | None]]:
-    """Accuracies before and after RL of the rows of all question types whose names contain a word."""
+    """Accuracies before and after RL over all question types whose names contain the word `kind`."""
     tests = [summary["test"] for summary in summaries]
     starts = [test["warmup"] or test["before"] for test in tests]
     yield [None if start is None else _accuracy_of(kind, start.by_type) for start in starts]
@@ -97,7 +101,7 @@ def _accuracy_of(kind: str, by_type: Mapping[str, Estimate]) -> float | None:
 
 
 def _medians(part: str, folders: Sequence[Path]) -> Iterator[list[float]]:
-    """Medians over test rows of a part of the reward, before and after RL; infinite for an answer without it."""
+    """Medians of a part of the reward over test rows, before and after RL; an answer without it counts as infinite."""
     for names in (("after-warmup", "before"), ("final",)):
         files = [
             next(file for name in names if (file := folder / f"answers/test-{name}.jsonl").exists())
@@ -108,7 +112,7 @@ def _medians(part: str, folders: Sequence[Path]) -> Iterator[list[float]]:
 
 
 def _sampled(folder: Path) -> tuple[float, float] | tuple[None, None]:
-    """Mean reward of sampled answers in the first and the last STEPS_READ steps; None for a shorter run."""
+    """Mean reward of the sampled answers in the first and the last STEPS_READ steps; None for a shorter run."""
     rewards = [row.get("reward/true", row["reward"]) for row in read_metrics(folder)]
     if len(rewards) < STEPS_READ:
         return None, None
@@ -116,7 +120,7 @@ def _sampled(folder: Path) -> tuple[float, float] | tuple[None, None]:
 
 
 def _before_and_after(pairs: Sequence[tuple[float | None, float | None]]) -> tuple[str, str, str]:
-    """Mean before, mean after, and the mean change with its interval."""
+    """The mean before, the mean after, and the mean change with its interval, as text."""
     changes = [after - before for before, after in pairs if before is not None and after is not None]
     return (
         _number(_mean([pair[0] for pair in pairs])),
@@ -139,7 +143,7 @@ def _over_seeds(values: Sequence[float]) -> str:
 
 
 def table(runs: Sequence[tuple[str, SummaryJson]], *, parts: bool = False) -> Iterator[str]:
-    """Lines of a Markdown table of named runs; its columns are the question types, or parts, of all of them."""
+    """Lines of a Markdown table with a row per run and a column per question type, or per part of the reward."""
     columns = list(dict.fromkeys(key for _, summary in runs for key in _means(summary, parts=parts)))
     headers = ["run", "seed", "steps", "before RL", "after", *columns, "shuffled", "blank", "rows"]
     yield _line(headers)
@@ -167,7 +171,7 @@ def _means(summary: SummaryJson, *, parts: bool) -> dict[str, float]:
 
 
 def _start(summary: SummaryJson) -> float | None:
-    """Accuracy from which RL began: after the warm-up, where there was one."""
+    """The accuracy at the start of RL: after the warm-up, if there was one."""
     accuracy = summary["accuracy"]
     return accuracy["before"] if accuracy["warmup"] is None else accuracy["warmup"]
 

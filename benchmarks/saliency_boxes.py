@@ -1,12 +1,13 @@
-"""Do occlusion maps light up the object that a question asks for? IoU with its box, beside chance, on held-out scenes.
+"""Do occlusion maps highlight the object of a question? Compares IoU of map and object's box with that of chance.
 
     fovea train shapes run_dir=runs/shapes
     python -m benchmarks.saliency_boxes runs/shapes --scenes 200
 
-Scenes are those whose question is about one object: its colour, its shape, whether it is there (it is), how many there
-are (one). As many patches are taken as the box has the area of, those with the largest falls: with a threshold to
-choose, a map could be made to look better. Chance takes the same number, at random or by the map of the next scene;
-`best` takes those that cover the box most, since patches are cut by a grid that the box does not follow.
+It uses held-out scenes whose question is about exactly one object: its colour, its shape, its presence (the answer is
+yes) or its number (the answer is one). A map selects the patches with the largest falls in log-prob, as many as have
+the area of the box; a free threshold could make a map look better than it is. Chance selects the same number of patches
+at random, or by the map of the next scene. `best` selects those that cover the box most: it is below 1 because boxes do
+not follow the grid of patches.
 
 Axes: `Y`, `X` pixels; `N` patches; `S` scenes.
 """
@@ -36,28 +37,28 @@ from fovea_tools.saliency.occluder import Asked, Occluder, Saliency, Wanted
 
 SPLIT: Split = "test"
 DRAWS = 200
-"""Random choices of patches per scene."""
+"""Number of random selections of patches per scene."""
 NOISE = 6.0
-"""Mean distance of a picture from its scene drawn again, in 0..255: camera noise gives 2.4, another scene 20."""
+"""Largest mean distance between a picture and its scene drawn again, in 0..255: noise gives 2.4, other scenes 20."""
 Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A scene with the map of the model's answer."""
+    """A scene with the occlusion map of the model's answer."""
 
     kind: str
     is_right: bool
     logprob: float
     most: float
-    """The largest fall."""
+    """The largest fall in log-prob of all patches."""
     falls_N: NDArray[np.float32]
     patches_NYX: NDArray[np.bool_]
     box_YX: NDArray[np.bool_]
 
     @property
     def number(self) -> int:
-        """Patches that have the box's area."""
+        """Number of patches that together have the area of the box."""
         return max(1, round(float(self.box_YX.sum() / self.patches_NYX[0].sum())))
 
     def iou(self, chosen: NDArray[np.int64]) -> float:
@@ -66,19 +67,19 @@ class Seen:
 
 
 def asked_box(task: Task, row: int, settings: ShapesEnvironment) -> Box | None:
-    """The box of the only object that a question is about, in pixels; None for another question.
+    """The box, in pixels, of the one object that a question is about; None for other questions.
 
-    The scene of the row is made again, as `Shapes` makes it.
+    The row's scene is generated again in the same way as by `Shapes`.
     """
     rng = row_generator(0, SPLIT, row)
     turn, level = divmod(row // len(KINDS), len(settings.levels))
     seen = scene(KINDS[row % len(KINDS)], turn, settings.levels[level], rng)
-    assert (seen.question, seen.answer) == (task.question, task.answer), f"{task.id} is another scene"
+    assert (seen.question, seen.answer) == (task.question, task.answer), f"{task.id} has another scene"
     spots = (free_spots if settings.levels[level] == 3 else grid_spots)(len(seen.things), rng)
     pixels_YXC = task.images[0].source
-    assert isinstance(pixels_YXC, np.ndarray), "scenes are drawn, not read"
+    assert isinstance(pixels_YXC, np.ndarray), "scenes are generated, not read from files"
     distance = np.abs(paint(seen.things, spots, len(pixels_YXC), rng) - pixels_YXC).mean()
-    assert distance < NOISE, f"{task.id}: drawn again, its pixels differ by {distance}"
+    assert distance < NOISE, f"{task.id}: the scene drawn again differs by {distance} from its picture"
     if task.kind in ("counting", "existence") and task.answer not in ("1", "yes"):
         return None
     scale = len(pixels_YXC) / UNIT_SIDE
@@ -87,7 +88,7 @@ def asked_box(task: Task, row: int, settings: ShapesEnvironment) -> Box | None:
 
 
 def seen(found: Saliency, task: Task, box: Box) -> Seen:
-    """A map with the masks of its patches and of the box."""
+    """The scene of a map, with masks of the patches and of the box."""
     (width, height), side = found.numbers.size, found.numbers.patch_px
     y_Y1, x_1X = np.arange(height)[:, None] + 0.5, np.arange(width)[None] + 0.5
     left, top, right, bottom = box
@@ -105,31 +106,31 @@ def seen(found: Saliency, task: Task, box: Box) -> Seen:
 
 
 def of_map(one: Seen, falls_N: NDArray[np.float32]) -> float:
-    """IoU of the patches with the largest falls."""
+    """IoU of the patches with the largest falls in log-prob."""
     return one.iou(np.argsort(-falls_N, kind="stable")[: one.number])
 
 
 def of_chance(one: Seen, rng: np.random.Generator) -> float:
-    """Mean IoU of as many patches drawn at random."""
+    """Mean IoU of the same number of random patches."""
     total = len(one.falls_N)
     return float(np.mean([one.iou(rng.choice(total, one.number, replace=False)) for _ in range(DRAWS)]))
 
 
 def of_best(one: Seen) -> float:
-    """IoU of the patches that cover the box most."""
+    """IoU of the patches that cover the most of the box."""
     return one.iou(np.argsort(-(one.patches_NYX & one.box_YX).sum((1, 2)), kind="stable")[: one.number])
 
 
 def ratio(first_S: NDArray[np.float64], second_S: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Ratio of two means over the same scenes, with the ends of its 95 % bootstrap interval."""
+    """The ratio of two means over the same scenes, with the ends of its 95 % bootstrap interval."""
     picks = np.random.default_rng(0).integers(len(first_S), size=(NUM_RESAMPLES, len(first_S)))
-    with np.errstate(divide="ignore"):  # of few scenes, the next maps may all miss
+    with np.errstate(divide="ignore"):  # with few scenes, all maps of next scenes may miss the box
         low, high = np.quantile(first_S[picks].mean(1) / second_S[picks].mean(1), (0.025, 0.975), method="nearest")
         return float(first_S.mean() / second_S.mean()), float(low), float(high)
 
 
 def table_of(scenes: Sequence[Seen], title: str) -> Table:
-    """A line for each question type, and one for all."""
+    """A table with a line for each question type and one for all scenes."""
     rng = np.random.default_rng(0)
     after = [*scenes[1:], scenes[0]]
     columns: dict[str, Callable[[int], float]] = {
@@ -156,10 +157,10 @@ def table_of(scenes: Sequence[Seen], title: str) -> Table:
 
 
 def maps_of(target: CheckpointTarget, number: int, hidden: Wanted, overrides: Sequence[str]) -> list[Seen]:
-    """The maps of the first so many scenes that ask for one object."""
+    """Compute the maps of the first `number` scenes that ask about one object."""
     with Occluder.of(target, list(overrides), print, recipe=None, split=SPLIT) as occluder:
         settings, tasks = occluder.eval_set.config.environment, occluder.eval_set.tasks
-        assert isinstance(settings, ShapesEnvironment), "the boxes of other rows are not known"
+        assert isinstance(settings, ShapesEnvironment), "only rows of the shapes environment have known boxes"
         boxes = {row: box for row in range(len(tasks)) if (box := asked_box(tasks[row], row, settings))}
         rows = list(boxes)[:number]
         found = occluder.maps([Asked(row=row) for row in rows], hidden, lambda _: None)
@@ -168,7 +169,7 @@ def maps_of(target: CheckpointTarget, number: int, hidden: Wanted, overrides: Se
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", help="run of the shapes recipe, or a checkpoint of it")
+    parser.add_argument("run", help="a run of the shapes recipe, or one of its checkpoints")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--scenes", type=int, default=200)
     parser.add_argument("--patch-px", type=int, default=None)

@@ -1,10 +1,10 @@
-"""Bytes and the driver's time of a step by the number of workers, and of the messages with a large batch.
+"""Bytes sent and driver time of a step by number of workers, and of the messages with a large batch.
 
     python -m benchmarks.scaling --json scaling.json
 
-Runs: `recipes/shapes.yaml` on 1, 2 and 4 workers of Ray on this machine, each run in a separate process, which is the
-driver and no worker: its CPU time is what a step costs the driver. Figures are medians over the counted steps.
-Messages: a batch of made-up samples, dealt to some learners and packed for each as a call of the policy packs it.
+Runs: `recipes/shapes.yaml` on 1, 2 and 4 Ray workers on this machine. The driver of each run is a separate process
+without a worker, so its CPU time is the cost of a step for the driver. Figures are medians over the counted steps.
+Messages: a batch of synthetic samples is assigned to several learners and packed for each, as for a call of the policy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fovea.wiring.run import build
 MODULE = "benchmarks.scaling"
 MIB = 2**20
 WARM_STEPS = 2
-"""First steps of a run, which are not counted: the first weight sync sends all weights."""
+"""Number of first steps that are not counted: the first weight sync sends all weights."""
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "1": (1, ()),
     "2": (2, ()),
@@ -49,11 +49,11 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "1 + 1": (2, ("cluster.placement=disaggregated", "cluster.rollout_gpus=1")),
     "2 + 2": (4, ("cluster.placement=disaggregated", "cluster.rollout_gpus=2")),
 }
-"""Number of workers, and settings; `n + m` are n that train and m that generate."""
+"""Number of workers, and settings; in `n + m`, n workers train and m generate."""
 SAMPLES, TOKENS, PROMPT_TOKENS = 16, 1024, 512
 IMAGE_SIDE, PATCH_VALUES = 16, 1536
 IMAGE_PATCHES = IMAGE_SIDE**2
-"""An image of 256 x 256 pixels in patches of 16 x 16, each twice: float32 pixels of 1.5 MiB."""
+"""An image of 256 x 256 pixels in patches of 16 x 16 and two frames: 1.5 MiB of float32 pixels."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(case: str, steps: int) -> dict[str, float]:
-    """Median figures of the steps of a run, this process being the driver; bytes in MiB."""
+    """Run a case with this process as the driver; returns medians over its steps, with sizes in MiB."""
     workers, settings = CASES[case]
     with TemporaryDirectory(prefix="fovea-") as folder:
         Path(folder, "reward.py").write_text(REWARD)
@@ -91,10 +91,10 @@ def measure(case: str, steps: int) -> dict[str, float]:
 
 
 class _Driver:
-    """Records of each step what the driver's process computed, in seconds, and sent, in bytes."""
+    """Records the CPU seconds of the driver's process and the bytes that it sent, for each step."""
 
     def __init__(self, run: Run) -> None:
-        assert isinstance(run.policy, WorkersPolicy), "a run in one process sends nothing"
+        assert isinstance(run.policy, WorkersPolicy), "a run in one process does not send anything"
         self._workers = run.policy.workers
         self.seconds: list[float] = []
         self.sent: list[int] = []
@@ -108,7 +108,7 @@ class _Driver:
 
 
 def message(groups: int, learners: int) -> dict[str, float]:
-    """Bytes in MiB, and CPU seconds of packing, of two calls with one batch: the first brings its images."""
+    """Sizes in MiB and CPU seconds of packing for two calls with the same batch; the first also sends its images."""
     made_up = batch(groups)
     started = thread_time()
     assignment = _assignment(learners)
@@ -134,16 +134,16 @@ def message(groups: int, learners: int) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """The driver's end of the connection to a learner."""
+    """The driver's side of the connection to a learner."""
 
     packing: Packing
     images: ImageKeys
-    """Tokens in the learner's rows."""
+    """Keys of the images in the learner's rows."""
 
 
 def _assignment(learners: int) -> RowAssignment:
-    """The assignment of rows of a model of 7 billion parameters, nearly."""
-    # FLOPs of Qwen2.5-VL-7B, rounded
+    """The assignment of rows for a model of about 7 billion parameters."""
+    # rounded FLOPs of Qwen2.5-VL-7B
     work = Work(token=1.3e10, pair=4e5, action=1.1e9, patch=1.3e9, image_pair=2e4, window_pair=1.4e5, window_side=8)
     passes = training_passes(lora=False, trains_vision=False, features_cached=True)
     train = Train(max_tokens_per_microbatch=32768)
@@ -161,7 +161,7 @@ def _pack(ends: Sequence[_End], made_up: Batch) -> float:
 
 
 def batch(groups: int) -> Batch:
-    """Groups of `SAMPLES` completions of `TOKENS` tokens, each with a separate image, after advantages."""
+    """Make groups of `SAMPLES` completions of `TOKENS` tokens with advantages; each group has a separate image."""
     return Batch(groups=tuple(_group(number) for number in range(groups)))
 
 
@@ -197,7 +197,7 @@ def _sample(completion_id: str, token_id: int) -> Sample:
 
 def _in_process_of_its_own(case: str, steps: int) -> dict[str, float]:
     with TemporaryDirectory(prefix="fv") as folder:
-        # a cluster and a separate token, whatever else runs on this machine
+        # a separate cluster and token, so that other clusters on this machine do not interfere
         own = {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN_PATH": f"{folder}/token", "OMP_NUM_THREADS": "1"}
         figures: dict[str, float] = last_line(MODULE, "--case", case, "--steps", str(steps), **own)
         return figures
@@ -211,9 +211,11 @@ def _table(title: str, first: str, rows: dict[Any, dict[str, float]]) -> Table:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=6, help="counted steps of each run")
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES), help="runs, by their workers")
-    parser.add_argument("--groups", type=int, nargs="*", default=[8, 64, 256], help="sizes of the made-up batch")
+    parser.add_argument("--steps", type=int, default=6, help="number of counted steps of each run")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES), help="runs, by number of workers")
+    parser.add_argument(
+        "--groups", type=int, nargs="*", default=[8, 64, 256], help="numbers of groups of the synthetic batch"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to FILE")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -1,9 +1,10 @@
-"""CPU time of an update with shared prompts against the plain path, of a tiny Qwen3.5 or another family.
+"""CPU time of an update with shared prompts compared with the plain path, for a tiny Qwen3.5 or another family.
 
     OMP_NUM_THREADS=1 python -m benchmarks.shared_prefix --family qwen3_5
 
-One prompt with one image and n completions, in one process and one micro-batch: forward and backward pass, gradient
-norm and AdamW. The plain path is transformers' own forward on n rows, each with a copy of prompt and image.
+An update has one prompt with one image and n completions, in one process and one micro-batch. It includes forward and
+backward pass, gradient norm and AdamW. The plain path is transformers' forward on n rows, each with a copy of the
+prompt and the image.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ WARM, TIMED = 1, 3
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Tokens of a group."""
+    """The numbers of tokens of a group."""
 
     prompt: int
     visual: int
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def update_seconds(kind: type[PolicyNetwork], family: str, shape: Shape) -> float:
-    """CPU seconds of the fastest update."""
+    """The CPU seconds of the fastest of TIMED updates."""
     parts = make_tiny(TinyModel.model_validate({**SIZES, "family": family}), [], 0, FIXED)
     policy = TorchPolicy(
         kind(parts.network, parts.processor.banned_ids),
@@ -90,7 +91,7 @@ def update_seconds(kind: type[PolicyNetwork], family: str, shape: Shape) -> floa
 
 
 def group_of(parts: TinyParts, shape: Shape) -> Batch:
-    """One group with these numbers of tokens, of random pixels and ids."""
+    """Make one group with these numbers of tokens, from random pixels and token ids."""
     rng = np.random.default_rng(0)
     side = math.isqrt(shape.visual) * 2 * FIXED.patch_size_px
     picture = ImageRef(source=rng.integers(0, 255, (side, side, 3), dtype=np.uint8))

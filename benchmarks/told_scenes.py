@@ -1,14 +1,14 @@
-r"""Counting in scenes, where the text of some questions tells the answer: RL could learn to read in place of looking.
+r"""Counting in scenes where the text of some questions gives the answer: RL could learn to read instead of to look.
 
     fovea train boxes environment=benchmarks/told_scenes.py:ToldScenes rollout.max_new_tokens=8 \
         rollout.samples_per_prompt=8 warmup.stop_accuracy=0.5 evaluate.shared_images=ignore max_steps=200 \
         rollout.stop_after_answer=false algorithm.entropy_coef=0.02 algorithm.max_groups_without_signal=0
 
-PAPO's masked view from the same warm-up, exported as START: the same with `model.tiny=null model.path=START warmup=null
+To use PAPO's masked view from the same warm-up, exported as START, add `model.tiny=null model.path=START warmup=null
 algorithm.augmentation.name=papo algorithm.augmentation.mask_patch_px=8 algorithm.augmentation.mask_ratio=0.9
 algorithm.augmentation.coef=0.02`.
 
-Rows whose text tells the number are of kind `told`, the others of kind `seen`.
+Rows whose text gives the number have kind `told`, the others kind `seen`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fovea_gym.types import Message, Score, Task, Turn
 
 SIZES: Mapping[Split, int] = {"train": 6000, "dev": 200, "test": 400}
 TOLD_OF_TEN = 3
-"""Rows of every ten whose text tells the answer."""
+"""Of every ten blocks of MAX_COUNT rows, the number whose questions give the answer."""
 
 
 class ToldScenes:
-    """Counting questions of the demo's scenes, three tenths of them with the number in the text."""
+    """Counting questions about the demo's scenes; three tenths of them have the number in the text."""
 
     def __init__(self) -> None:
         rows = {split: size * len(KINDS) for split, size in SIZES.items()}
@@ -52,11 +52,11 @@ class ToldScenes:
 
 
 def _task(scenes: Sequence[Task], row: int) -> Task:
-    task = scenes[row * len(KINDS)]  # the demo's kinds alternate, and the first is counting
+    task = scenes[row * len(KINDS)]  # the demo alternates between its kinds, and the first kind is counting
     told = f"There are {task.answer}. " if _kind(row) == "told" else ""
     return replace(task, question=f"{told}{task.question}", kind=_kind(row))
 
 
 def _kind(row: int) -> str:
-    # four rows in a row have the four answers: a kind tells nothing about the answer
+    # MAX_COUNT consecutive rows have all answers once, so the kind does not give away the answer
     return "told" if row // MAX_COUNT % 10 < TOLD_OF_TEN else "seen"

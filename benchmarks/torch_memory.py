@@ -1,6 +1,6 @@
-"""Memory that torch holds on the CPU, by phase of a step: every allocation and release, as its profiler reports them.
+"""Memory that torch holds on the CPU by phase of a step, from the allocations and frees that its profiler reports.
 
-Resident memory would add what the allocator keeps of freed blocks, Python's objects and numpy's arrays.
+Resident memory would also count freed blocks that the allocator keeps, Python objects and numpy arrays.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MEMORY_EVENT = "[memory]"
 class AllocationTrace:
     """Allocations of this thread between `start` and `stop`.
 
-    The profiler sees no release of what was allocated before, or by another thread. Of the former, gradients are left
-    out, which an update frees first of all; the latter must have ended.
+    The profiler does not report frees of memory that was allocated before `start` or by another thread. Gradients that
+    exist at `start` are not counted, since an update frees them first; other threads must have ended.
     """
 
     def __init__(self) -> None:
         self.before = 0
-        """Bytes of the tensors that were there at the start."""
+        """Bytes of the tensors that existed at `start`, without gradients."""
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def start(self) -> None:
@@ -38,7 +38,7 @@ class AllocationTrace:
         self._profiler.stop()
 
     def peaks(self, phases: Sequence[str]) -> dict[str, list[int]]:
-        """Most bytes held in each entry of each phase, in the order of its entries.
+        """The peak bytes held during each entry into each phase, in the order of the entries.
 
         A phase is a range of `torch.profiler.record_function` (`fovea.metrics.log.Phases`).
         """
@@ -55,7 +55,7 @@ class AllocationTrace:
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors of this process but gradients, each storage once."""
+    """Bytes of all tensors of this process except gradients; each storage counts once."""
     sizes = _sizes(tensors := _tensors())
     for gradient in _gradients(tensors):
         sizes.pop(gradient.untyped_storage().data_ptr(), None)
@@ -63,15 +63,15 @@ def live_bytes() -> int:
 
 
 def live_bytes_with_gradients() -> int:
-    """Bytes of all tensors of this process, each storage once."""
+    """Bytes of all tensors of this process; each storage counts once."""
     tensors = _tensors()
     return sum(_sizes([*tensors, *_gradients(tensors)]).values())
 
 
 def _tensors() -> list[Tensor]:
-    # type and not isinstance: proxies of other packages pretend to be tensors, and are loaded by the question
+    # type instead of isinstance, which would load proxies of other packages that pretend to be tensors
     found = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.device.type == "cpu"]
-    # the memory of a DTensor is that of its local tensor, which is among them
+    # leave out DTensors: their memory belongs to local tensors, which are in the list
     return [each for each in found if not isinstance(each, DTensor)]
 
 

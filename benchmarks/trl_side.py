@@ -1,8 +1,8 @@
-"""TRL's side of the comparisons: its GRPOTrainer on the same weights and rows.
+"""TRL's side of the comparisons: GRPOTrainer on the same weights and rows.
 
-TRL needs a processor; transformers' own needs torchvision only for videos, so a subclass without a video processor is
-used. The settings are the fastest for a CPU: no gradient checkpointing, KL off. Of a model in bfloat16 the optimizer
-steps those weights themselves.
+TRL needs a processor, and transformers' processor needs torchvision only for videos, so a subclass without a video
+processor is used. The settings are the fastest for a CPU: no gradient checkpointing and no KL. For a model in bfloat16,
+the optimizer updates the bfloat16 weights directly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fovea.models.tiny import TinyParts
 
 
 class ImageProcessor(transformers.Qwen3VLProcessor):
-    """The transformers processor without videos."""
+    """The transformers processor without support for videos."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
@@ -55,7 +55,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 class StepTimer(TrainerCallback):
-    """Callback that times each step, the reading of its rows included, and then calls `after`."""
+    """A callback that times each step, including the reading of its rows, and then calls `after`."""
 
     def __init__(self, after: Callable[[StepTimes], None]) -> None:
         self._after = after
@@ -74,7 +74,7 @@ class StepTimer(TrainerCallback):
     def _restart(self) -> None:
         assert self.trainer is not None
         self.trainer.rollout_seconds = self.trainer.tokens = 0.0
-        # not in `on_step_begin`, which comes after the rows have been read
+        # here instead of in `on_step_begin`, which is called after the rows have been read
         self._started = self.trainer.clock()
 
 
@@ -85,9 +85,9 @@ def train(
     parts: TinyParts | None = None,
     clock: Clock = perf_counter,
 ) -> None:
-    """Take `steps` steps of GRPO; `after` is called after each with its times.
+    """Take `steps` steps of GRPO; `after` is called with the times of each.
 
-    Given `parts` are trained on the device that they are on.
+    If `parts` are given, they are trained on their device.
     """
     parts = parts or make_parts(case)
     parts.processor.tokenizer.padding_side = "left"  # TRL requires it for prompts
@@ -138,7 +138,7 @@ def _settings(case: Case, steps: int, parts: TinyParts) -> GRPOConfig:
 
 
 def _special_ids(parts: TinyParts) -> list[int]:
-    """Ids that neither side may sample: special tokens, the end token included, and ids beyond the tokenizer."""
+    """Ids that neither side may sample: special tokens, including the end token, and ids that the tokenizer lacks."""
     embedding = parts.network.get_input_embeddings()
     assert isinstance(embedding, torch.nn.Embedding)
     special = [index for index, token in parts.processor.tokenizer.added_tokens_decoder.items() if token.special]

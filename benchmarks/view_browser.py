@@ -1,10 +1,10 @@
-"""How long a person waits for the page of `fovea view`, in headless Chromium, on runs of 10,000 recorded steps.
+"""Measures how long a user waits for the page of `fovea view` in headless Chromium, on runs of 10,000 recorded steps.
 
     python -m benchmarks.view_browser --steps 10000
 
-Two made-up runs, each with 80 metrics and 4 groups of 8 answers of 300 tokens per step, served as `fovea view` serves
-them, by a separate process. A time runs from the
-action until what it asks for is drawn: two frames after the page holds it. Needs Chromium and what tests need.
+A separate process of `fovea view` serves two synthetic runs, each with 80 metrics and 4 groups of 8 answers of 300
+tokens per step. A time runs from an action until its result is drawn, two frames after the page contains it. Needs
+Chromium and the packages for tests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.chromium import Browser, open_browser
 METRICS, GROUPS, ANSWERS, TOKENS = 80, 4, 8, 300
 REPEATS = 5
 SHORT = 20
-"""Steps of a run that is opened for comparison: what the browser takes to open any page."""
+"""Steps of a short run, which shows how long the browser takes to open any page."""
 DRAWN = """
 const drawn = async (ready) => {
   const until = performance.now() + 30000;
@@ -64,7 +64,7 @@ COUNT = "document.querySelector('.columns nav p')?.textContent"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """The time from an action to its picture, and how long the page's own thread was busy with it."""
+    """The time from an action until its result is drawn, and how long the page's thread was busy with it."""
 
     wall_ms: float
     busy_ms: float
@@ -72,17 +72,17 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Something that a person does on the page, and the expression that is true once the page has followed."""
+    """Something that a user does on the page, and a script expression that is true once the result is shown."""
 
     name: str
     do: str
     ready: str
     hash: str = "#samples"
-    """Script that brings the page to the start of the action."""
+    """Hash of the address at which the action starts."""
 
 
 def make_run(folder: Path, steps: int) -> None:
-    """Write a run folder of so many steps, all of them recorded."""
+    """Write a run folder of `steps` steps, all of them with recorded samples."""
     samples_folder(folder).mkdir(parents=True)
     config = Config(max_steps=steps, model=Model(tiny=TinyModel()))
     (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
@@ -95,11 +95,11 @@ def make_run(folder: Path, steps: int) -> None:
     first = step_path(folder, 1)
     first.write_text(content, encoding="utf-8")
     for step in range(2, steps + 1):
-        step_path(folder, step).hardlink_to(first)  # a gigabyte otherwise
+        step_path(folder, step).hardlink_to(first)  # links, since copies would take a gigabyte
 
 
 def metrics_line(step: int) -> str:
-    """A line of metrics.jsonl."""
+    """Make a line of metrics.jsonl."""
     values = {f"metric/{number}": math.sin(step / (50 + number)) for number in range(METRICS)}
     return json.dumps({"step": step, "reward": step / 1e4} | values) + "\n"
 
@@ -136,7 +136,7 @@ def entered(selector: str, value: str, event: str = "change") -> str:
 
 
 def actions(steps: int) -> Iterator[Action]:
-    """Actions of a person, in their usual order."""
+    """Yield the actions of a user, in their usual order."""
     middle = steps // 2
     newest, groups = f"step {steps:,} ", f"{4 * steps:,}"
     yield Action(name="nothing: two frames", do="0", ready="true")
@@ -166,7 +166,7 @@ def actions(steps: int) -> Iterator[Action]:
         "groups whose rewards differ": (entered("#only", "mixed"), f"0 of {groups}"),
     }
     for name, (do, count) in filters.items():
-        # a filter that nothing passes, so that the count that is waited for is not there yet
+        # start with a filter that no group passes, so that the expected count is not shown yet
         start = "#samples?low=2" if count.startswith(groups) else "#samples"
         yield Action(name=f"filter: {name}", do=do, ready=f"{COUNT}?.includes('{count}')", hash=start)
     yield Action(name="tokens by advantage", do=key("h"), ready="document.querySelectorAll('.token').length === 2400")
@@ -179,7 +179,7 @@ def actions(steps: int) -> Iterator[Action]:
 
 @contextmanager
 def served(*folders: Path) -> Iterator[str]:
-    """The address of `fovea view` with these runs."""
+    """Run `fovea view` on these runs in the context; yields its address."""
     command = (sys.executable, "-m", "fovea", "view", *map(str, folders), "--port", "0")
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -191,12 +191,12 @@ def served(*folders: Path) -> Iterator[str]:
 
 
 def waits(browser: Browser, address: str, action: Action) -> list[Wait]:
-    """Times of one action, from the same start."""
+    """Time one action several times from the same start."""
     times = []
     for _ in range(REPEATS):
         browser.open(f"{address}{action.hash}")
         browser.wait_for(f"{CHART} || {COUNT}")
-        browser.evaluate("new Promise((done) => setTimeout(done, 300))")  # what else the page loads
+        browser.evaluate("new Promise((done) => setTimeout(done, 300))")  # let the page finish loading
         before = busy_ms(browser)
         wall_ms = browser.evaluate(
             f"(async () => {{ {DRAWN} const start = performance.now(); {action.do};"
@@ -207,7 +207,7 @@ def waits(browser: Browser, address: str, action: Action) -> list[Wait]:
 
 
 def openings(browser: Browser, address: str, ready: str) -> list[Wait]:
-    """Times from the start of a navigation until the page is drawn."""
+    """Time the opening of a page several times, from the start of the navigation until it is drawn."""
     times = []
     for _ in range(REPEATS):
         browser.open(address)
@@ -218,14 +218,14 @@ def openings(browser: Browser, address: str, ready: str) -> list[Wait]:
 
 
 def busy_ms(browser: Browser) -> float:
-    """Processor time that the page's thread has spent on scripts, styles and layout since it was opened."""
+    """CPU time in ms that the page's thread has spent on scripts, styles and layout since the page was opened."""
     metrics = browser.protocol.send("Performance.getMetrics")["metrics"]
     seconds: float = next(each["value"] for each in metrics if each["name"] == "TaskDuration")
     return 1000 * seconds
 
 
 def table_of(browser: Browser, one: Path, other: Path, short: Path, steps: int) -> Table:
-    """Medians over the repeats, with the least and the worst: other programs lengthen a wait, and none shortens it."""
+    """Table of medians over the repeats, with least and worst waits: other programs can only lengthen a wait."""
     rows: list[tuple[str, ...]] = []
 
     def add(name: str, waits: list[Wait]) -> None:

@@ -1,8 +1,8 @@
-"""Pictures of the page of `fovea view` for docs/view.md, of one run folder or of two.
+"""Takes pictures of the page of `fovea view` for docs/view.md, with one run or with two.
 
     python -m benchmarks.view_picture runs/grpo runs/other --step 100 --group 2 --out docs
 
-The page is exported, opened in headless Chromium and photographed. Needs Chromium and what tests need.
+The page is exported and opened in headless Chromium for screenshots. Needs Chromium and the packages for tests.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fovea.report.viewed_run import ViewedRun
 from tests.chromium import Browser, open_browser
 
 WIDTH, HEIGHT = 1280, 800
-"""Pixels of the browser window."""
+"""Size of the browser window in pixels."""
 NUM_COLOURS = 256
-"""The page has few, and a palette makes a file a third of the size; those of lines and marks cover little of it."""
+"""Size of the palette, with which a file is a third as large. The page has few colours, some only in thin lines."""
 LOADED = "[...document.images].every((image) => image.complete && image.naturalWidth)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A picture: the part of the page that it shows, and the expression that is true once that is drawn."""
+    """A picture of a part of the page, and a script expression that is true once that part is drawn."""
 
     name: str
     hash: str
@@ -36,7 +36,7 @@ class Picture:
 
 
 def pictures(num_runs: int, step: int | None, group: int) -> Iterator[Picture]:
-    """The overview of one run, the curves, and the groups of a recorded step (None: the newest) with advantages."""
+    """Yield the overview of one run, the curves, and the groups of a recorded step (None: the newest)."""
     place = "" if step is None else f"&step={step}&group={group}"
     curves, samples = ("view_curves", "view_samples") if num_runs == 1 else ("view_curves_compared", "view_compared")
     if num_runs == 1:
@@ -50,7 +50,7 @@ def pictures(num_runs: int, step: int | None, group: int) -> Iterator[Picture]:
 
 
 def take(browser: Browser, runs: Sequence[Path], out: Path, *, step: int | None = None, group: int = 0) -> list[Path]:
-    """Take the pictures of these runs; returns their files."""
+    """Take the pictures of these runs; returns the picture files."""
     made = []
     with TemporaryDirectory() as parent:
         page = export([ViewedRun(run) for run in runs], Path(parent, "page.html"))
@@ -67,8 +67,8 @@ def take(browser: Browser, runs: Sequence[Path], out: Path, *, step: int | None 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--step", type=int, help="recorded step of the samples; default: the newest")
-    parser.add_argument("--group", type=int, default=0, help="group of that step, from 0 on")
+    parser.add_argument("--step", type=int, help="recorded step whose samples are shown; default: the newest")
+    parser.add_argument("--group", type=int, default=0, help="number of the group in that step, from 0")
     parser.add_argument("--out", type=Path, default=Path("docs"))
     given = parser.parse_args()
     with open_browser() as browser:

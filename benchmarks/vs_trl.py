@@ -1,10 +1,11 @@
-"""Fovea against TRL's GRPOTrainer: the same weights, rows, group size and completion lengths, step by step in turn.
+"""Fovea compared with TRL's GRPOTrainer on the same weights, rows, group sizes and completion lengths.
 
     python -m benchmarks.vs_trl --cases tiny,mid --steps 5 --json result.json
 
-Counted on both sides: image processing, tokenising, sampling, log-probs, rewards, loss, clipping, metrics, AdamW.
-Figures are medians over the steps after one warm-up step; of ours, one update in `train.plain_update_every_steps`
-counts as one that reuses nothing. Peak memory is measured in a separate process for each side.
+The two sides take steps alternately. Times include image processing, tokenising, sampling, log-probs, rewards, loss,
+clipping, metrics and AdamW. Figures are medians over the steps after one warm-up step. For Fovea, one update in
+`train.plain_update_every_steps` is counted as an update that reuses nothing from the rollout. Peak memory is measured
+in a separate process for each side.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fovea.models.load import DTYPES
 MODULE = "benchmarks.vs_trl"
 WARM_STEPS = 1
 Results = dict[str, dict[str, dict[str, Any]]]
-"""Figures of each case, in the groups of the JSON file."""
+"""The figures of each case, grouped as in the JSON file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -64,13 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vs_trl", description=__doc__.split("\n")[0])
-    cases = f"comma-separated: {', '.join(CASES)}; many stands for {', '.join(FAMILIES['many'])}"
-    once = [name for name in CASES if name != "many_8"]  # which equals image_heavy
+    cases = f"comma-separated names: {', '.join(CASES)}; many stands for {', '.join(FAMILIES['many'])}"
+    once = [name for name in CASES if name != "many_8"]  # it equals image_heavy
     parser.add_argument("--cases", type=_case_names, default=once, help=cases)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each side")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each side")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights of both sides")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: processor time, on a busy machine")
+    parser.add_argument("--steps", type=int, default=5, help="number of timed steps of each side")
+    parser.add_argument("--threads", type=int, default=1, help="number of threads of each side")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights on both sides")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="use cpu (processor time) on a busy machine")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--no-memory", action="store_true", help="skip the two processes that measure peak memory")
     parser.add_argument("--alone", choices=("ours", "trl"), help=argparse.SUPPRESS)
@@ -81,12 +82,12 @@ def _case_names(text: str) -> list[str]:
     names = [name for word in text.split(",") for name in FAMILIES.get(word, (word,))]
     for name in names:
         if name not in CASES:
-            raise argparse.ArgumentTypeError(f"no case {name!r}; there are {', '.join([*CASES, *FAMILIES])}")
+            raise argparse.ArgumentTypeError(f"no case {name!r}; choose from {', '.join([*CASES, *FAMILIES])}")
     return names
 
 
 def _compare(case: Case, name: str, steps: int, clock: Clock, *, memory: bool) -> dict[str, dict[str, Any]]:
-    """Time both sides in turn, in this process."""
+    """Time alternating steps of both sides in this process."""
     from benchmarks import trl_side  # noqa: PLC0415  the process that measures Fovea's memory must not import TRL
 
     total = steps + WARM_STEPS
@@ -96,7 +97,7 @@ def _compare(case: Case, name: str, steps: int, clock: Clock, *, memory: bool) -
         their_times.append(theirs)
         our_times.append(ours.step())
         mine = our_times[-1]
-        assert theirs.tokens == mine.tokens, f"{name}: TRL drew {theirs.tokens} tokens, we {mine.tokens}"
+        assert theirs.tokens == mine.tokens, f"{name}: TRL sampled {theirs.tokens} tokens, Fovea {mine.tokens}"
         print(f"{name}: TRL {theirs.step:.2f} s, ours {mine.step:.2f} s, {theirs.step / mine.step:.2f}x", flush=True)
 
     trl_side.train(case, total, after, clock=clock)
@@ -116,7 +117,7 @@ def _compare(case: Case, name: str, steps: int, clock: Clock, *, memory: bool) -
 
 
 def cpu_model() -> str:
-    """Name of the processor, as Linux has it."""
+    """The name of the processor, as Linux reports it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
@@ -129,7 +130,7 @@ def _table(results: Results, machine: str) -> Table:
     for name, result in results.items():
         ours, trl, speedup, spreads = (result[key] for key in ("ours", "trl", "speedup", "spread"))
         seconds = (f"{ours['step_seconds']:.2f}", f"{trl['step_seconds']:.2f}")
-        # of medians, of pairs and of the best for a whole step; of medians for its halves
+        # a whole step has the ratios of medians, of pairs and of the fastest steps; its halves only that of medians
         found = [speedup["step"][key] for key in ("of_medians", "paired", "of_best")]
         found += [speedup[half]["of_medians"] for half in ("rollout", "train")]
         ratios = (shown_ratio(ratio, tuple(spreads.values())) for ratio in found)

@@ -1,11 +1,11 @@
-"""Clicks in a real browser: Chromium shows the pages of `pages`, its screenshots are the pictures, its mouse clicks.
+"""An environment of clicks in a real browser: the pages of `pages`, shown by Chromium and seen in its screenshots.
 
     pip install playwright && playwright install chromium
     fovea train examples/browser.yaml
 
-Answers are those of `pages`, so that a model trained there can be evaluated here. What was hit, the page itself says;
-the reward is GUI-R1's (arXiv 2504.10458), 0.2 for the form of an answer and 0.8 for a hit. The browser ends with the
-run.
+Answers have the same format as in `pages`, so a model trained there can be evaluated here. Each click is made by the
+browser's mouse, and the page reports which control was hit. The reward is GUI-R1's (arXiv 2504.10458): 0.2 for the
+format of an answer and 0.8 for a hit. The browser is closed at the end of the run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fovea_gym.types import ImageRef, Mark, Message, Score, Task, Turn
 from fovea_gym.utils.event_loop import BackgroundLoop
 
 SIDE_PX = 48
-"""Side of the window: 9 visual tokens of the tiny models."""
+"""Side of the browser window: its screenshot is 9 visual tokens for the tiny models."""
 FORMAT_WEIGHT = 0.2
 
 
 class Chromium:
-    """One Chromium without a window and without network, started when it is first used."""
+    """A headless Chromium without network access, started on first use."""
 
     def __init__(self) -> None:
         self._loop = BackgroundLoop("chromium")
@@ -45,29 +45,29 @@ class Chromium:
         self._starting = asyncio.Lock()
 
     async def open(self, source: str) -> Page:
-        """A page that shows this HTML, for one episode."""
+        """Open a page that shows this HTML, for one episode."""
         return await self._loop.run(self._open(source))
 
     def screenshot_of(self, source: str) -> ImageRef:
-        """The picture of this HTML."""
+        """Take a screenshot of this HTML."""
         return self._loop.wait(self._screenshot_of(source))
 
     async def click(self, page: Page, x: float, y: float) -> str:
-        """Click at a place, in shares of the window; returns the name of what the page says was hit."""
+        """Click at (x, y), in shares of the window; returns the name of the control that the page reports as hit."""
         return await self._loop.run(_click(page, x, y))
 
     async def show(self, page: Page, source: str) -> ImageRef:
-        """Show other HTML on a page; returns its picture."""
+        """Show other HTML on a page; returns a screenshot of it."""
         return await self._loop.run(_show(page, source))
 
     def close(self, page: Page) -> None:
-        """Give a page back, for the next episode."""
+        """Return a page for use by the next episode."""
         self._free.append(page)
 
     async def _open(self, source: str) -> Page:
         while self._free:
             page = self._free.pop()
-            if not page.is_closed():  # a browser that ended has closed its pages
+            if not page.is_closed():  # the pages of a browser that has ended are closed
                 break
         else:
             page = await self._new_page()
@@ -89,7 +89,7 @@ class Chromium:
 
 
 async def _launched(playwright: Playwright) -> Browser:
-    """The Chromium of this machine, or Playwright's where there is none."""
+    """Start the Chromium of this machine, or Playwright's if there is none."""
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     return await playwright.chromium.launch(executable_path=program, env={**session_environment()})
 
@@ -111,7 +111,7 @@ async def _picture(page: Page) -> ImageRef:
 
 
 class BrowserPages:
-    """The environment; `environment.settings` are those of `pages`."""
+    """The environment; it has the same `environment.settings` as `pages`."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._scale = PagesEnvironment(**settings).scale
@@ -133,12 +133,12 @@ class BrowserPages:
         return Episode(task, self._scale, sources, self._chromium, await self._chromium.open(sources[0]))
 
     def _seen(self, task: Task) -> Task:
-        """The task with a screenshot."""
+        """The task with a screenshot of its page as the image."""
         return replace(task, images=(self._chromium.screenshot_of(html(pages_of(task)[0])),))
 
 
 class Episode:
-    """A task on one page of the browser: after a click on its menu, the page with the menu open."""
+    """An episode on one page of the browser; after a click on its menu, the page is shown with the menu open."""
 
     def __init__(self, task: Task, scale: int, sources: Sequence[str], chromium: Chromium, page: Page) -> None:
         self._task, self._scale, self._sources = task, scale, sources
@@ -152,7 +152,7 @@ class Episode:
         return [Message(role="user", parts=(await self._chromium.show(self._page, self._sources[len(self._hits)]),))]
 
     async def score(self, turns: Sequence[Turn]) -> Score:
-        if len(self._hits) < len(turns):  # the last turn of the limit gets no reply
+        if len(self._hits) < len(turns):  # `reply` is not called for the last turn that max_turns allows
             await self._play(turns[-1].text)
         clicks = [click_in(turn.text, self._scale) for turn in turns]
         rewards = [
@@ -171,7 +171,7 @@ class Episode:
         self._chromium.close(self._page)
 
     async def _play(self, text: str) -> None:
-        """Click where an answer says, and note whether the page names the control that is next."""
+        """Click at the place that an answer names, and record whether the right control was hit."""
         click = click_in(text, self._scale)
         is_last = len(self._hits) == len(self._sources) - 1
         hit = None if click is None else await self._chromium.click(self._page, *click)

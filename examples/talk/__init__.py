@@ -1,1 +1,1 @@
-"""SmolVL: a vision-language model of 136 million weights that answers in words, made offline from two packages."""
+"""SmolVL: a vision-language model with 136 million weights that answers in words, built offline from two packages."""

@@ -1,9 +1,9 @@
-"""The alignment of SmolVL's vision tower: it learns to write what a picture shows so that the language model reads it.
+"""The alignment of SmolVL's vision tower with its language model.
 
-For every picture of which the training questions tell colour and shape, the visual token is regressed to the one that
-makes the frozen language model caption it so (`captions.py`). There are 24 of those, so that the language model is run
-for minutes, and the tower's own steps take a tenth of a second on one core. What the language model answers to
-questions about such a token is its own, and is what RL improves on.
+For some pictures the training questions reveal colour and shape. For these, the tower's visual token is regressed to a
+target token, with which the frozen language model captions the picture correctly (`captions.py`). There are only 24
+targets, so training them takes minutes; a step of the tower takes a tenth of a second on one core. Answering questions
+about such a token is not trained here: that is what RL improves.
 
 Axes: `B` pictures, `N` descriptions, `D` width of the language model.
 """
@@ -36,14 +36,14 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """Settings of an alignment; equal settings give an equal tower on the same machine."""
+    """Settings of the alignment; equal settings give an equal tower on the same machine."""
 
     steps: int = 2500
     batch_size: int = 64
     learning_rate: float = 1.5e-3
-    """Peak of AdamW's learning rate, which rises linearly and falls as a cosine to 0."""
+    """Peak learning rate of AdamW; it rises linearly and then falls to 0 along a cosine."""
     caption_steps: int = 100
-    """Steps of the visual tokens that the tower is then trained to write."""
+    """Optimizer steps of the target tokens, which are trained before the tower."""
     caption_learning_rate: float = 0.03
     seed: int = 0
 
@@ -51,9 +51,9 @@ class Alignment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Examples:
     pixels: Tensor
-    """Patches of the pictures, float32 [B, patches, values]."""
+    """Patches of all pictures, float32 [B, patches, values]."""
     descriptions_B: Tensor
-    """Indices of their descriptions."""
+    """The index of each picture's description."""
 
 
 def align(
@@ -62,9 +62,9 @@ def align(
     settings: Alignment,
     report: Callable[[str], None],
 ) -> dict[str, Tensor]:
-    """Train a vision tower from random weights and return them in float16; `report` gets lines on the way.
+    """Train a vision tower from random weights and return its weights in float16; `report` gets lines on progress.
 
-    The last figure of the tower's lines is the share of dev pictures whose visual token is nearest to that of their own
+    The last figure of a line is the share of dev pictures whose visual token is nearest to the target of their own
     description. Pictures whose contents are not known are left out.
     """
     described = sorted({picture.contents for picture in (*train, *dev) if picture.contents is not None})
@@ -100,10 +100,10 @@ def align(
 
 
 def read_share(weights: Mapping[str, Tensor], pictures: Sequence[EasyVqaPicture]) -> float:
-    """The share of pictures with known contents that the language model describes rightly by a tower of these weights.
+    """The share of pictures with known contents that the language model describes correctly with this tower.
 
-    It goes on with two captions: what follows `COLOUR_OPENING` must begin with the colour, and what follows
-    `SHAPE_OPENING` must hold the shape.
+    It completes two captions: the text after `COLOUR_OPENING` must begin with the colour, and the text after
+    `SHAPE_OPENING` must contain the shape.
     """
     described = sorted({picture.contents for picture in pictures if picture.contents is not None})
     tower, examples = new_tower(), _examples(pictures, described)
@@ -113,16 +113,16 @@ def read_share(weights: Mapping[str, Tensor], pictures: Sequence[EasyVqaPicture]
     speaker = Speaker()
     colours, shapes = speaker.go_on(COLOUR_OPENING, seen_BD), speaker.go_on(SHAPE_OPENING, seen_BD)
     truths = [described[index] for index in examples.descriptions_B]
-    # of the shape it says the color first as often as not: "a red circle"
+    # the text about the shape often names the colour first: "a red circle"
     said = zip(colours, shapes, truths, strict=True)
     return float(np.mean([colour.startswith(truth[0]) and truth[1] in shape for colour, shape, truth in said]))
 
 
 def starting_tower(targets_ND: Tensor, seed: int) -> Qwen2VisionTransformerPretrainedModel:
-    """A tower with random weights whose output is the mean target, whatever the picture.
+    """Create a tower with random weights whose output is the mean target for every picture.
 
-    Weights have variance GAIN^2 over their number of inputs (LeCun et al., Efficient BackProp, 1998, section 4.6), so
-    that layers as narrow as these begin away from the linear part of their activation.
+    Weights have a variance of GAIN^2 divided by their number of inputs (LeCun et al., Efficient BackProp, 1998, section
+    4.6), so that narrow layers start outside the linear part of their activation.
     """
     tower = new_tower()
     generator = torch.Generator().manual_seed(seed)
@@ -142,7 +142,7 @@ def starting_tower(targets_ND: Tensor, seed: int) -> Qwen2VisionTransformerPretr
 def _examples(
     pictures: Sequence[EasyVqaPicture], described: Sequence[Contents], *, mirrored: bool = False
 ) -> _Examples:
-    """The pictures whose contents are known, and with `mirrored` each of them from left to right as well."""
+    """The pictures whose contents are known; with `mirrored`, also each of them mirrored left to right."""
     processor, pixels, descriptions = build_image_processor(), [], []
     for picture in pictures:
         if picture.contents is None:
@@ -156,7 +156,7 @@ def _examples(
 
 
 def _visual_tokens(tower: Qwen2VisionTransformerPretrainedModel, pixels: Tensor) -> Tensor:
-    """The visual token of each picture, [B, D]."""
+    """Compute the visual token of each picture, [B, D]."""
     out: Tensor = tower(pixels.flatten(0, 1), grid_thw=torch.tensor([GRID]).expand(len(pixels), 3)).pooler_output
     return out
 
@@ -168,6 +168,6 @@ def _accuracy(tower: Qwen2VisionTransformerPretrainedModel, examples: _Examples,
 
 
 def _rate(step: int, steps: int) -> float:
-    """Share of the peak learning rate."""
+    """The learning rate at a step, as a share of its peak."""
     rising = min(1.0, (step + 1) / WARMUP_STEPS)
     return rising * (1 + math.cos(math.pi * step / steps)) / 2

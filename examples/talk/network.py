@@ -1,7 +1,7 @@
 """SmolVL's network: Qwen2-VL with the decoder of SmolLM2, and a vision tower of 1.8 million weights.
 
-SmolLM2 is a Llama: Qwen2-VL's decoder with zeros as the biases of its projections computes the same. Without images
-the three axes of M-RoPE have equal positions, which makes them Llama's rotary positions.
+SmolLM2 is a Llama: Qwen2-VL's decoder computes the same if the biases of its projections are zero. Without images, the
+three axes of M-RoPE have equal positions and are equivalent to Llama's rotary positions.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from fovea.models.processor import token_id
 
 SIDE_PX, PATCH_PX, MERGE = 32, 8, 4
-"""An image is scaled to the area of 32x32 pixels, so that a square one is one visual token, merged from 4x4 patches."""
+"""An image is scaled to the area of 32x32 pixels: a square image is one visual token, merged from 4x4 patches."""
 GRID = (1, SIDE_PX // PATCH_PX, SIDE_PX // PATCH_PX)
-"""Patches of a square image in time, height and width."""
+"""Number of patches of a square image in time, height and width."""
 MARKS = {
     "<repo_name>": "<|vision_start|>",
     "<reponame>": "<|vision_end|>",
     "<file_sep>": "<|image_pad|>",
     "<filename>": "<|video_pad|>",
 }
-"""Special tokens of SmolLM2 that only its pre-training on code used, and Qwen2-VL's marks that take their place."""
+"""Special tokens that SmolLM2 used only to pre-train on code, and the Qwen2-VL tokens that replace them."""
 SYSTEM_PROMPT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-"""Default system prompt of SmolLM2's chat template."""
+"""The default system prompt of SmolLM2's chat template."""
 CHAT_TEMPLATE = f"""\
 {{%- if messages[0].role != 'system' -%}}
 {{{{ '<|im_start|>system\\n{SYSTEM_PROMPT}<|im_end|>\\n' }}}}
@@ -57,7 +57,7 @@ CHAT_TEMPLATE = f"""\
 {{%- if add_generation_prompt -%}}{{{{ '<|im_start|>assistant\\n' }}}}{{%- endif -%}}
 """
 _VISION: dict[str, Any] = {
-    "hidden_size": 576,  # SmolLM2's
+    "hidden_size": 576,  # SmolLM2's hidden size
     "depth": 2,
     "embed_dim": 64,
     "num_heads": 4,
@@ -65,12 +65,12 @@ _VISION: dict[str, Any] = {
     "patch_size": PATCH_PX,
     "spatial_merge_size": MERGE,
     "temporal_patch_size": 2,
-    "in_chans": 3,  # the name of the hub's files, which SGLang reads
+    "in_chans": 3,  # the name in the hub's config files, which SGLang reads
 }
 
 
 def build_tokenizer(own: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
-    """The language model's `own` tokenizer with Qwen2-VL's marks for images, and a chat template that writes them."""
+    """The language model's `own` tokenizer with Qwen2-VL's image tokens, and a chat template that uses them."""
     written = json.loads(own.backend_tokenizer.to_str())
     vocabulary = written["model"]["vocab"]
     written["model"]["vocab"] = {MARKS.get(token, token): index for token, index in vocabulary.items()}
@@ -86,7 +86,7 @@ def build_tokenizer(own: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
 
 
 def build_image_processor() -> Qwen2VLImageProcessorPil:
-    """Qwen2-VL's image processor, which brings every image to the area that the tower was trained on."""
+    """Qwen2-VL's image processor, set to scale every image to the area that the tower was trained on."""
     return Qwen2VLImageProcessorPil(
         patch_size=PATCH_PX,
         merge_size=MERGE,
@@ -100,7 +100,7 @@ def build_image_processor() -> Qwen2VLImageProcessorPil:
 def build_network(
     language: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tower: Mapping[str, Tensor]
 ) -> Qwen2VLForConditionalGeneration:
-    """The network in float32, with the language model's weights and those of a vision tower."""
+    """Build the network in float32 from the weights of the language model and of a vision tower."""
     network = Qwen2VLForConditionalGeneration(network_config(language, tokenizer))
     decoder = {
         f"model.language_model.{name.removeprefix('model.')}": weight
@@ -125,15 +125,15 @@ def build_network(
 
 
 def new_tower() -> Qwen2VisionTransformerPretrainedModel:
-    """A vision tower and merger, with transformers' random weights."""
+    """Create a vision tower with merger, with random weights as transformers initialises them."""
     return Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(**_VISION))
 
 
 def network_config(language: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Qwen2VLConfig:
-    """Qwen2-VL's config for the language model's sizes."""
+    """A Qwen2-VL config with the sizes of the language model."""
     llama: Any = language.config
     half = llama.head_dim // 2
-    side = half * 24 // 64  # the shares of time, height and width are Qwen2-VL's own: 16, 24 and 24 of 64
+    side = half * 24 // 64  # time, height and width have the same shares as in Qwen2-VL: 16, 24 and 24 of 64
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": llama.rope_parameters["rope_theta"]}
     ids = {mark: token_id(tokenizer, mark) for mark in MARKS.values()}
     return Qwen2VLConfig(
@@ -164,4 +164,4 @@ _TEXT = (
     "rms_norm_eps",
     "max_position_embeddings",
 )
-"""Fields that Llama's config and Qwen2-VL's have in common."""
+"""Fields that the configs of Llama and Qwen2-VL have in common."""

@@ -1,4 +1,4 @@
-"""Log-probs of answers after prompts, exactly, by the network that training uses."""
+"""Exact log-probs of answers given their prompts, computed by the network that is trained."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from fovea.types import Prompt
 
 _CHUNK_TOKENS = 1024
 Answered: TypeAlias = tuple[Prompt, NDArray[np.int64]]
-"""A prompt and the token ids [T] of an answer."""
+"""A prompt and the token ids [T] of an answer to it."""
 
 
 @torch.inference_mode()
 def answer_logprobs(
     vlm: PolicyNetwork, answered: Iterable[Answered], *, max_tokens: int, temperature: float
 ) -> Iterator[float]:
-    """The log-prob of each answer after its prompt, in rows of at most `max_tokens` or one prompt.
+    """Yield the log-prob of each answer given its prompt.
 
-    Prompts of one row are in memory at a time.
+    Answers are packed into rows of at most `max_tokens`, a longer one into a row by itself. Only the prompts of one row
+    are in memory at a time.
     """
     for row in _rows(answered, max_tokens):
         prompts, answers = zip(*row, strict=True)

@@ -1,4 +1,4 @@
-"""Baselines for `fovea eval` that need no model: the majority answer, the gold answer, a constant."""
+"""Baselines for `fovea eval` that do not need a model: the majority answer, the gold answer, a constant."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fovea_gym.graders.grading import Grading
 from fovea_gym.types import Task, Turn
 
 MAX_MAJORITY_ROWS = 5000
-"""Training rows sampled from the whole split: enough for stable most frequent answers."""
-# tasks may hold the bytes of their images, so that a whole split might not fit in memory
+"""Number of training rows sampled to find the most frequent answers, enough for a stable result."""
+# tasks may hold the bytes of their images: a whole split might not fit in memory
 _ROWS_PER_CHUNK = 256
 
 
 def majority_answers(environment: Environment, train: Sequence[Task]) -> Callable[[Task], str]:
-    """A function from a task to the most frequent training answer of its kind; over all kinds for an unseen one.
+    """A function that returns the most frequent training answer of a task's kind, or of all kinds for an unseen kind.
 
-    Bad rows are skipped; DataError where all are bad.
+    Bad rows are skipped; DataError if all rows are bad.
     """
     seen: dict[str, Counter[str]] = defaultdict(Counter)
-    # a random sample and not every k-th row: data sets often cycle through their kinds
+    # a random sample instead of every k-th row: data sets often cycle through their kinds
     for index in random.Random(0).sample(range(len(train)), min(len(train), MAX_MAJORITY_ROWS)):
         try:
             task = train[index]
@@ -38,9 +38,7 @@ def majority_answers(environment: Environment, train: Sequence[Task]) -> Callabl
         seen[task.kind][environment.target(task)] += 1
     overall = sum(seen.values(), Counter[str]())
     if not overall:
-        raise DataError(
-            "no training row can be read, so that there is no majority answer; leave out the target majority"
-        )
+        raise DataError("no training row can be read, so there is no majority answer; leave out the target majority")
     return lambda task: seen.get(task.kind, overall).most_common(1)[0][0]
 
 
@@ -53,9 +51,9 @@ async def baseline_answers(
     *,
     unscored: list[str] | None = None,
 ) -> list[AnsweredRow]:
-    """The answers of `answer_of` to each of the first `size` rows, scored as a model's would be.
+    """Score the answers of `answer_of` to the first `size` rows, in the same way as a model's answers.
 
-    A row with an UnscoredError is left out and the reason appended to `unscored`; None: the error is raised.
+    A row with an UnscoredError is left out and its reason appended to `unscored`; if None, the error is raised.
     """
     size = min(size or len(source), len(source))
     found: list[AnsweredRow] = []
@@ -64,7 +62,7 @@ async def baseline_answers(
         read = ((index, source.read(index, partial(source.tasks.__getitem__, index))) for index in indices)
         tasks = {index: task for index, task in read if task is not None}
         calls = [asyncio.create_task(_scored(environment, grading, task, answer_of(task))) for task in tasks.values()]
-        answered = [await call for call in calls]  # in order, so that an error is that of the first row
+        answered = [await call for call in calls]  # in order, so that the error of the first failing row is raised
         found += answered_rows(source, tasks, answered, unscored=unscored)
     return found
 

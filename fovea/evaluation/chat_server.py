@@ -1,6 +1,6 @@
-"""Answers of a model behind an OpenAI-compatible server, to the rows of a prompt source.
+"""Evaluation of a model on an OpenAI-compatible server.
 
-The server applies its own chat template and image processor: rows reach it as messages with pictures, not as token ids.
+The server applies its own chat template and image processor: rows are sent as messages with pictures, not as token ids.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from fovea_gym.utils.event_loop import gather_or_cancel
 from fovea_gym.utils.http_json import CallError, JsonServer
 
 Chat: TypeAlias = list[dict[str, Any]]
-"""Messages as OpenAI's interface has them."""
+"""Messages in the format of OpenAI's API."""
 SEEDS = 1 << 31
-"""Seeds below this, which every server takes."""
+"""Seeds are sent modulo this number: every server accepts smaller ones."""
 SPECIAL = ("<|", "<start_of_turn>", "<end_of_turn>", "<end_of_utterance>")
-"""Beginnings of special tokens of common models, which a result of a tool must not have: the server's are not known."""
+"""Starts of special tokens of common models, removed from tool results: the server's own tokens are not known."""
 REFUSES_REQUEST = frozenset({400, 413, 422})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One answer of a server."""
+    """One answer from a server."""
 
     text: str
     finish: FinishReason
 
 
 class ChatModel:
-    """One model of a server."""
+    """One of the models that a server offers."""
 
     def __init__(self, server: JsonServer, name: str, template_kwargs: Mapping[str, object]) -> None:
         self._server = server
@@ -59,9 +59,9 @@ class ChatModel:
     async def of(
         server: JsonServer, name: str | None, template_kwargs: Mapping[str, object] = MappingProxyType({})
     ) -> ChatModel:
-        """The model of this name, or the only one; ConfigError where no server answers, or not for such a model.
+        """Connect to the model `name`, or to the only one; ConfigError if no server answers or it lacks that model.
 
-        `template_kwargs` are arguments of the server's chat template, under the name of vLLM and SGLang.
+        `template_kwargs` are passed to the server's chat template, in the field that vLLM and SGLang use for them.
         """
         try:
             listed = await server.get("/v1/models")
@@ -69,18 +69,18 @@ class ChatModel:
         except (CallError, LookupError, TypeError) as error:
             raise ConfigError(
                 f"{server.url}: no OpenAI-compatible server answers there ({error}); start it (fovea serve), or "
-                "correct the address, or the key (api_key_env=VARIABLE)"
+                "correct the address or the key (api_key_env=VARIABLE)"
             ) from error
         if name is None and len(names) == 1:
             return ChatModel(server, names[0], template_kwargs)
         if not names:
-            raise ConfigError(f"{server.url} serves no model; start it on one (fovea serve)")
+            raise ConfigError(f"{server.url} serves no model; start it with a model (fovea serve)")
         if name not in names:
             raise ConfigError(f"{server.url} serves {', '.join(names)}; name one of them: {server.url}#{names[0]}")
         return ChatModel(server, name, template_kwargs)
 
     async def answer(self, chat: Chat, sampling: Sampling, *, n: int, seed: int) -> list[Reply]:
-        """n answers; BadRowError for a request that the server refuses, EngineError where it gives no answer."""
+        """Request n answers; BadRowError if the server refuses the request, EngineError if it fails to answer."""
         body = {
             "model": self.name,
             "messages": chat,
@@ -92,20 +92,20 @@ class ChatModel:
             answered = await self._server.post("/v1/chat/completions", body)
         except CallError as error:
             if error.status in REFUSES_REQUEST:
-                raise BadRowError(f"the server refuses it: {error}", "server_refuses") from error
-            raise EngineError(f"{self._server.url} gives no answer: {error}; see its own messages") from error
-        with named(lambda error: EngineError(f"{self._server.url} gives no chat completion: {first_line(error)}")):
+                raise BadRowError(f"the server refuses the request: {error}", "server_refuses") from error
+            raise EngineError(f"{self._server.url} gives no answer: {error}; see the server's log") from error
+        with named(lambda error: EngineError(f"{self._server.url} sent no valid chat completion: {first_line(error)}")):
             replies = [
                 _reply(choice, sampling.answer_end)
                 for choice in sorted(answered["choices"], key=lambda choice: choice["index"])
             ]
         if len(replies) != n:
-            raise EngineError(f"{self._server.url} gave {len(replies)} answers where {n} were asked for")
+            raise EngineError(f"{self._server.url} sent {len(replies)} answers, but {n} were requested")
         return replies
 
 
 class ServerAnswers:
-    """The answers of a model behind a server."""
+    """Lets a model on a server answer rows."""
 
     def __init__(self, model: ChatModel, environment: Environment, grading: Grading, open_image: OpenImage) -> None:
         self._model = model
@@ -116,7 +116,7 @@ class ServerAnswers:
     async def episodes(
         self, source: PromptSource, rows: Mapping[int, PromptedTask], sampling: Sampling, *, n: int, seed: Seed
     ) -> Sequence[Answered]:
-        """Ask for `n` answers to each row and score them; a row that the server refuses is a bad row of the source."""
+        """Request `n` answers to each row and score them; a row that the server refuses counts as a bad row."""
         places = [(index, number) for index in rows for number in range(n)]
         talks = Conversations.of(self._environment, places, seen_reply=source.seen_reply)
 
@@ -150,10 +150,10 @@ class ServerAnswers:
 
 
 class ServerSpeaker:
-    """The model of a server in one episode."""
+    """A server's model as it takes part in one episode."""
 
     def __init__(self, model: ChatModel, open_image: OpenImage, chat: Chat, sampling: Sampling, seed: int) -> None:
-        """`chat` is the conversation without the first answer."""
+        """`chat` is the conversation before the first answer."""
         self._model = model
         self._open_image = open_image
         self._chat = chat
@@ -161,7 +161,7 @@ class ServerSpeaker:
         self._seed = seed
 
     async def answer(self, session: Session, turns: Sequence[Turn], messages: Sequence[Message]) -> Turn:
-        """The server's answer to these messages."""
+        """Request the server's answer to these messages."""
         try:
             asked = await as_chat_in_thread(messages, self._open_image)
         except BadRowError as error:
@@ -173,12 +173,12 @@ class ServerSpeaker:
 
 
 async def as_chat_in_thread(messages: Sequence[Message], open_image: OpenImage) -> Chat:
-    """As `as_chat`; meanwhile the answers of the server are read."""
+    """Run `as_chat` in a thread, so that the event loop can read the server's responses meanwhile."""
     return await asyncio.to_thread(as_chat, messages, open_image)
 
 
 class EmptyPrompts:
-    """Stands in for the renderer of a source that a server answers, which renders messages itself."""
+    """Replaces the renderer of a source if a server answers: the server renders messages itself."""
 
     most_tokens: int | None = None
 
@@ -190,13 +190,15 @@ class EmptyPrompts:
         return Prompt(token_ids_L=none, unexpanded_ids_U=none)
 
     def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:
-        raise AssertionError(f"servers take messages, but {where} asked for {len(messages)} after token {after}")
+        raise AssertionError(
+            f"a server renders messages itself, but {where} asked for {len(messages)} after token {after}"
+        )
 
 
 def as_chat(messages: Sequence[Message], open_image: OpenImage) -> Chat:
-    """Messages with their pictures inside, as PNG; BadRowError for one that cannot be opened.
+    """Convert messages to OpenAI's format with PNG pictures inside; BadRowError if a picture cannot be opened.
 
-    Results of tools are messages of the user: OpenAI's role `tool` wants calls that the server has parsed.
+    Tool results become user messages, because OpenAI's role `tool` requires calls that the server has parsed.
     """
     harmless = with_results_of_user(without_special_tokens(messages, SPECIAL))
     return [
@@ -211,7 +213,7 @@ def _part(part: str | ImageRef, open_image: OpenImage) -> dict[str, Any]:
 
 
 def _sampled(sampling: Sampling) -> dict[str, Any]:
-    """Sampling parameters; those that OpenAI's interface lacks are sent only where they do something."""
+    """Sampling parameters of a request; those that OpenAI's API lacks are sent only if they have an effect."""
     beyond = {"top_k": sampling.top_k or None, "min_p": sampling.min_p or None, "stop": list(sampling.stop) or None}
     return {
         "max_tokens": sampling.max_new_tokens,
@@ -222,7 +224,7 @@ def _sampled(sampling: Sampling) -> dict[str, Any]:
 
 
 def _reply(choice: Mapping[str, Any], end: AnswerEnd | None) -> Reply:
-    """An answer, cut where it ends: a server has no such rule, and its text no tokens."""
+    """Convert a choice to a reply; the text is cut where the answer ends, since a server does not do this."""
     content = choice["message"].get("content")
     text = content if isinstance(content, str) else ""
     if end is not None and (length := find_answer_end(text, end)) is not None:

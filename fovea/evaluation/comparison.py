@@ -1,4 +1,4 @@
-"""Answers of several targets to the same rows, and the metrics computed from them."""
+"""The answers of several targets to the same rows, and the metrics computed from them."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from fovea.evaluation.records import AnsweredRow, RecordedEpisode, TaskRow
 from fovea.evaluation.statistics import Difference, best_of, budgets, majority, paired_difference, parts_of
 from fovea_gym.benchmarks.estimates import Estimate, estimate, mean_estimate
 
-if TYPE_CHECKING:  # it imports torch, which pages and summaries do without
+if TYPE_CHECKING:  # it imports torch, which pages and summaries do not need
     from fovea.models.processor import BannedTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetAnswers:
-    """All answers of one target, by row id."""
+    """All answers of one evaluated target, by row id."""
 
     name: str
     greedy: Mapping[str, AnsweredRow]
     samples: Mapping[str, AnsweredRow] = field(default_factory=dict)
-    """Several sampled answers per row; empty with `evaluate.samples_per_prompt=0`."""
+    """Sampled answers, several per row; empty with `evaluate.samples_per_prompt=0`."""
     shuffled: Mapping[str, AnsweredRow] = field(default_factory=dict)
-    """Greedy answers with another row's images; rows without images, or without a partner to swap with, are absent."""
+    """Greedy answers with another row's images; lacks rows without images or without a partner to swap with."""
     blank: Mapping[str, AnsweredRow] = field(default_factory=dict)
-    """Greedy answers with grey images."""
+    """Greedy answers with grey images; lacks rows without images."""
     shuffled_dependence: Mapping[str, float] = field(default_factory=dict)
-    """Nats per token by which each greedy answer is likelier with its true images than with shuffled ones."""
+    """Nats per token by which each greedy answer is likelier with the true images than with shuffled ones."""
     blank_dependence: Mapping[str, float] = field(default_factory=dict)
-    """The same for blank images."""
+    """Nats per token by which each greedy answer is likelier with the true images than with blank ones."""
     skipped: Mapping[int, str] = field(default_factory=dict)
-    """Reason by index of the rows that this target could not answer."""
+    """Rows that this target could not answer: the reason by row index."""
     unscored: tuple[str, ...] = ()
-    """Reasons why rows were left out whose grader gave no score for this target's greedy answer."""
+    """Reasons for the rows that were left out because the grader could not score this target's greedy answer."""
     is_model: bool = True
-    """False for baselines."""
+    """False if the target is a baseline."""
     banned: BannedTokens | None = None
-    """Tokens that the model could not draw; None for baselines."""
+    """Tokens that the model was not allowed to sample; None for baselines."""
 
     def accuracy(self, row: TaskRow) -> float:
         return self.greedy[row.id].answers[0].accuracy
@@ -46,7 +46,7 @@ class TargetAnswers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResults:
-    """Answers of all targets, and the rows that every target answered."""
+    """The answers of all targets, and the rows that every target answered."""
 
     rows: tuple[TaskRow, ...]
     targets: tuple[TargetAnswers, ...]
@@ -54,23 +54,23 @@ class EvalResults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageAblation:
-    """Greedy accuracy with the true images, another row's (shuffled) and grey ones (blank), on rows with images.
+    """Greedy accuracy with the true images, with another row's (shuffled) and with grey ones (blank).
 
-    The shuffled control lacks rows without a partner to swap with; its difference is over the rows that it has.
+    It covers rows with images. Shuffled accuracy and difference lack rows without a partner to swap images with.
     """
 
     true: Estimate
     shuffled: Estimate
     blank: Estimate
     lost_by_shuffling: Difference
-    """Accuracy with the true images minus that with shuffled ones, paired by row."""
+    """Accuracy with the true images minus accuracy with shuffled ones, paired by row."""
     lost_by_blanking: Difference
-    """The same for blank images."""
+    """Accuracy with the true images minus accuracy with blank ones, paired by row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureDependence:
-    """How much likelier a token of the greedy answers is with the true images, in nats: the mean over rows."""
+    """How much likelier a greedy answer is with the true images, in nats per token: means over rows."""
 
     shuffled: Estimate
     blank: Estimate
@@ -78,34 +78,34 @@ class PictureDependence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetMetrics:
-    """Metrics of one target. All but `pass_at` and `majority` are of greedy answers."""
+    """Metrics of one target. All but `pass_at` and `majority` are computed from greedy answers."""
 
     target: str
     accuracy: Estimate
     by_kind: Mapping[str, Estimate]
     by_image_type: Mapping[str, Estimate]
-    """Empty without evaluate.image_type_key."""
+    """Accuracy by image type; empty without `evaluate.image_type_key`."""
     reward: Estimate
     parts: Mapping[str, Estimate]
-    """Each named part of the reward, over the rows that have it."""
+    """Mean of each named part of the reward, over the rows that have it."""
     versus_first: Difference | None
-    """Accuracy minus that of the first target; None for the first target itself."""
+    """Accuracy minus the first target's accuracy; None for the first target itself."""
     versus_first_by_kind: Mapping[str, Difference]
     pass_at: Mapping[int, Estimate]
-    """pass@k by k; empty without sampled answers."""
+    """pass@k for each k; empty without sampled answers."""
     majority: Estimate | None
     """Accuracy of the majority vote over the sampled answers; None without them."""
     image_ablation: ImageAblation | None
-    """None where no control was run."""
+    """Accuracies with changed images; None if no ablation was run."""
     picture_dependence: PictureDependence | None
-    """None where no control was run, and of servers, which give no log-probs of given tokens."""
+    """Dependence on images; None without an ablation, and for servers, which cannot score given tokens."""
     rows_skipped: int
     rows_unscored: int
-    """Rows left out because their grader gave no score."""
+    """Number of rows left out because their grader could not score them."""
 
 
 def target_metrics(results: EvalResults) -> list[TargetMetrics]:
-    """Metrics of every target over the rows that all of them answered."""
+    """Compute the metrics of every target over the rows that all targets answered."""
     first = results.targets[0]
     return [_target_metrics(target, None if target is first else first, results.rows) for target in results.targets]
 
@@ -140,7 +140,7 @@ def _target_metrics(target: TargetAnswers, first: TargetAnswers | None, rows: Se
 
 
 def grouped(rows: Sequence[TaskRow], key: Callable[[TaskRow], str | None]) -> dict[str, list[TaskRow]]:
-    """Rows grouped by `key`, groups in sorted order; rows whose key is None are left out."""
+    """Group rows by `key`, in sorted order of the keys; rows whose key is None are left out."""
     groups: dict[str, list[TaskRow]] = defaultdict(list)
     for row in rows:
         name = key(row)

@@ -1,4 +1,4 @@
-"""Image ablations, with shuffled and with blank images, and the search for images that two splits share."""
+"""Image ablations with shuffled and with blank images, and a search for images that two splits share."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Say = Callable[[str], None]
 
 
 def usable_tasks(source: PromptSource, size: int) -> list[Task]:
-    """Tasks of the first `size` rows, bad rows left out."""
+    """The tasks of the first `size` rows; bad rows are left out."""
     rows = (source.get(index) for index in range(size))
     return [row.task for row in rows if row is not None]
 
 
 def pictured_tasks(source: PromptSource, size: int, say: Say) -> list[Task]:
-    """Tasks with images; `say` gets a line about others, whose replies may show pictures that no control changes."""
+    """The tasks that have images; `say` gets a line if other tasks are left out that may show pictures in replies."""
     tasks = usable_tasks(source, size)
     found = [task for task in tasks if task.images]
     if source.has_replies and len(found) < len(tasks):
         say(
             f"image controls: {len(tasks) - len(found)} of {len(tasks)} rows are left out, since their tasks have no "
-            "`images`; pictures of their replies are not exchanged"
+            "`images`; pictures in their replies are not replaced"
         )
     return found
 
@@ -42,10 +42,10 @@ def pictured_tasks(source: PromptSource, size: int, say: Say) -> list[Task]:
 def image_controls(
     source: PromptSource, tasks: Sequence[Task], open_image: OpenImage
 ) -> tuple[PromptSource, PromptSource]:
-    """Sources of `tasks` with shuffled and with blank images; the pictures of replies are exchanged too.
+    """Create two sources of `tasks`, with shuffled and with blank images; pictures in replies are replaced too.
 
-    In place of a reply's picture the first source shows an image of a random row, scaled to the size of that picture
-    and different from it, unless the rows have no other.
+    The first source replaces a reply's picture by an image of a random row, scaled to the picture's size. The image
+    differs from the picture unless all images of the rows are equal to it.
     """
     shuffled = with_shuffled_images(tasks)
     pool = [image for task in shuffled for image in task.images]
@@ -68,7 +68,7 @@ def image_controls(
 def _with_pictures(
     other: Callable[[ImageRef, str], ImageRef], messages: Sequence[Message], where: str
 ) -> Sequence[Message]:
-    """These messages with `other` pictures, which are found by the picture and the name of its place."""
+    """Replace the pictures of messages by `other(picture, name of its place)`."""
 
     def exchanged(row: int, message: Message) -> Message:
         parts = (
@@ -81,9 +81,9 @@ def _with_pictures(
 
 
 def with_shuffled_images(tasks: Sequence[Task], seed: int = 0) -> list[Task]:
-    """Tasks with their images replaced by those of another task of the same kind and number of images.
+    """Replace the images of each task by those of another task of the same kind and number of images.
 
-    A task without a partner whose images differ is left out.
+    Tasks for which no other task has different images are left out.
     """
     pools: dict[tuple[str, int], list[Task]] = defaultdict(list)
     for task in tasks:
@@ -95,7 +95,7 @@ def _shuffled(pool: Sequence[Task], seed: int) -> Iterator[Task]:
     order = list(pool)
     random.Random(seed).shuffle(order)
     for place, task in enumerate(order):
-        # every task has its successor's images; the one after that where a data set shares one picture between rows
+        # every task gets its successor's images, or those of the next task with different images
         others = (order[(place + step) % len(order)] for step in range(1, len(order)))
         other = next((other for other in others if not _same_images(task, other)), None)
         if other is not None:
@@ -103,37 +103,37 @@ def _shuffled(pool: Sequence[Task], seed: int) -> Iterator[Task]:
 
 
 def _same_images(first: Task, second: Task) -> bool:
-    """True if two tasks have the same images, by identity or content of their sources."""
+    """True if the images of two tasks are the same objects or have equal content."""
     pairs = zip(first.images, second.images, strict=True)
     return all(a.source is b.source or np.array_equal(np.asarray(a.source), np.asarray(b.source)) for a, b in pairs)
 
 
 def with_blank_images(tasks: Sequence[Task], open_image: OpenImage) -> list[Task]:
-    """Tasks with their images replaced by grey ones of the same size."""
+    """The tasks with their images replaced by grey ones of the same size."""
     return [replace(task, images=tuple(_blank(ref, open_image) for ref in task.images)) for task in tasks]
 
 
 def _blank(ref: ImageRef, open_image: OpenImage) -> ImageRef:
     width, height = open_image(ref).size
-    # one value seen from everywhere: those of all test images are held at once
+    # broadcast one value: the blank images of the whole split are in memory at once
     return replace(ref, source=np.broadcast_to(np.uint8(GREY), (height, width, 3)))
 
 
 def _pixels(image: Image.Image) -> NDArray[np.uint8]:
-    """RGB values, [height, width, 3]."""
+    """The RGB values of an image, [height, width, 3]."""
     return np.asarray(image.convert("RGB"))
 
 
 PixelHash = Callable[[ImageRef], bytes]
-"""A function from an image to a hash of its size and pixels; DataError where it cannot be opened."""
+"""A function that hashes the size and the pixels of an image; DataError if it cannot be opened."""
 MAX_SAMPLE_SECONDS = 300.0
-"""Time for the sample of one split: images that are slow to come cut the sample short, and its share is printed."""
+"""Time limit for sampling one split: if images load slowly, the sample gets smaller, and its share is printed."""
 _SAY_EVERY_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """How many rows of a split were looked at."""
+    """How many of the `of` rows of a split were searched."""
 
     rows: int
     of: int
@@ -150,10 +150,10 @@ class Searched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedImages:
-    """The result of a search."""
+    """The result of a search for images that two splits share."""
 
     shared: int
-    """Test rows with an image that a training row has too, among the rows searched; bad rows count as none."""
+    """Number of searched test rows with an image that a searched training row also has; bad rows do not count."""
     test: Searched
     train: Searched
 
@@ -165,7 +165,7 @@ class SharedImages:
 def find_shared_images(
     test: PromptSource, train: PromptSource, pixel_hash: PixelHash, *, sample_rows: int | None, say: Say
 ) -> SharedImages:
-    """Search `sample_rows` rows of each split, None for all; a sample is the same for the same number of rows."""
+    """Search `sample_rows` random rows of each split, None for all; equal numbers of rows give equal samples."""
 
     def hashed(source: PromptSource, split: str) -> list[set[bytes]]:
         said = f"looking for test images in the training split: {{count}} {split} rows"
@@ -181,7 +181,7 @@ def find_shared_images(
 
 
 def _hashed(source: PromptSource, pixel_hash: PixelHash, sample_rows: int | None, say: Say) -> list[set[bytes]]:
-    """Hashes of the images of each row that was looked at."""
+    """The hashes of the images of each row that was searched."""
 
     def hashes(index: int) -> set[bytes]:
         return {pixel_hash(ref) for ref in source.tasks[index].images}
@@ -200,5 +200,5 @@ def _hashed(source: PromptSource, pixel_hash: PixelHash, sample_rows: int | None
 def _sampled(num_rows: int, sample_rows: int | None) -> Sequence[int]:
     if sample_rows is None or sample_rows >= num_rows:
         return range(num_rows)
-    # in the order of the files, which are read block by block
+    # in the order of the files, since these are read block by block
     return sorted(random.Random(0).sample(range(num_rows), sample_rows))

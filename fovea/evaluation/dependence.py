@@ -1,9 +1,9 @@
-"""Dependence of answers on their pictures: how much likelier an answer's tokens are with the true pictures.
+"""Dependence of answers on their pictures: how much likelier an answer is with the true pictures than with others.
 
     d = (log p(answer | true pictures) - log p(answer | other pictures)) / number of tokens, in nats
 
-of the model's own greedy answer, or the first turn of it. Positive where the model reads its answer off the picture,
-near 0 where it would say the same without: an accuracy shows that only where an answer changes.
+for the first turn of the model's own greedy answer. It is positive if the model takes its answer from the picture, and
+near 0 if it would answer the same without it. An accuracy shows this dependence only where the answer changes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fovea.evaluation.answer_logprobs import Answered
 from fovea.evaluation.records import AnsweredRow
 
 Scores: TypeAlias = Callable[[Iterable[Answered]], Iterator[float]]
-"""Log-probs of answers after prompts."""
+"""A function that returns the log-probs of answers given their prompts."""
 
 
 def dependence(
     true: PromptSource, others: Sequence[PromptSource], rows: Mapping[str, AnsweredRow], scores: Scores
 ) -> list[dict[str, float]]:
-    """For each of `others`, the nats per token of its rows, by task id.
+    """For each source in `others`, the dependence of its rows in nats per token, by task id.
 
-    `rows` are the answers to `true`, with their tokens. Each source is scored once, and its prompts are made in turn.
+    `rows` are the answers to `true`, with their tokens. Each source is scored once; its prompts are created one by one.
     """
     answers = {name: np.array(row.token_ids, dtype=np.int64) for name, row in rows.items() if row.token_ids}
 

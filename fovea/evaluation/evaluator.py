@@ -1,4 +1,4 @@
-"""Evaluation of an engine on the rows of a prompt source; the training loop and `fovea eval` both use it."""
+"""Evaluation of a model on the rows of a prompt source, for the training loop and `fovea eval`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fovea_gym.graders.grading import Grading
 from fovea_gym.types import Task
 
 Answered: TypeAlias = Sequence[Episode] | BadRowError | UnscoredError
-"""The scored episodes of a row, or why there are none."""
+"""The scored episodes of a row, or the error that explains why there are none."""
 Seed: TypeAlias = tuple[int, int]
-"""Seed of an evaluation, and the index of a chunk's first row."""
+"""The seed of an evaluation, and the index of the chunk's first row."""
 
 
 def image_type_of(task: Task, key: str | None) -> str | None:
-    """The image type of a task's row, for `evaluate.image_type_key`; ConfigError where the row has no such key."""
+    """The value of `evaluate.image_type_key` in a task's row; ConfigError if the row does not have this key."""
     if key is not None and key not in task.row:
         raise ConfigError(
             f"evaluate.image_type_key={key}, but {task.id} has no such key, only {', '.join(task.row) or 'none'}; "
-            "set one that all rows have"
+            "set a key that all rows have"
         )
     return None if key is None else str(task.row[key])
 
 
 def task_row(task: Task, index: int, image_type_key: str | None) -> TaskRow:
-    """A row of a source without answers."""
+    """The record of a source's row, without answers."""
     return TaskRow(
         id=task.id,
         index=index,
@@ -47,7 +47,7 @@ def task_row(task: Task, index: int, image_type_key: str | None) -> TaskRow:
 
 
 def answered_row(task: Task, index: int, episodes: Sequence[Episode], image_type_key: str | None) -> AnsweredRow:
-    """A row of a source with its finished episodes."""
+    """The record of a source's row with its finished episodes."""
     return AnsweredRow(
         **asdict(task_row(task, index, image_type_key)),
         answers=tuple(map(recorded_episode, episodes)),
@@ -63,9 +63,9 @@ def answered_rows(
     unscored: list[str] | None,
     image_type_key: str | None = None,
 ) -> Iterator[AnsweredRow]:
-    """The rows of `tasks` with their episodes, as far as there are any.
+    """Yield the records of the rows in `tasks` that have episodes.
 
-    A bad row is listed with the source. The reason of a row without a score is appended to `unscored`; None: raised.
+    Bad rows are reported to the source. Errors of rows without a score are appended to `unscored`, or raised if None.
     """
     for (index, task), episodes in zip(tasks.items(), answered, strict=True):
         if isinstance(episodes, BadRowError):
@@ -83,17 +83,17 @@ def _raise(error: BadRowError) -> NoReturn:
 
 
 class Answers(Protocol):
-    """A model that answers rows: by an engine of this process (`EngineAnswers`), or behind a server."""
+    """A model that answers rows, either with a local engine (`EngineAnswers`) or on a server (`ServerAnswers`)."""
 
     async def episodes(
         self, source: PromptSource, rows: Mapping[int, PromptedTask], sampling: Sampling, *, n: int, seed: Seed
     ) -> Sequence[Answered]:
-        """For each row of a chunk, by its index in the source, `n` scored episodes, or why there are none."""
+        """`n` scored episodes for each row of a chunk, or the error that explains why there are none."""
         ...
 
 
 class Evaluator:
-    """Has a model answer all prompts of a source, by greedy decoding unless sampling is given, and scores it."""
+    """Lets a model answer the prompts of a source, greedily unless sampling is given, and computes its scores."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Evaluator:
         image_type_key: str | None = None,
         on_unscored: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`on_unscored` gets the reason why `evaluate` left a row out of its averages."""
+        """`on_unscored` is called with the reason for each row that `evaluate` left out of its averages."""
         self._model = model
         self._greedy = greedy
         self._batch_size = batch_size
@@ -117,9 +117,9 @@ class Evaluator:
         size: int | None = None,
         keep: Callable[[Sequence[AnsweredRow]], None] = lambda _: None,
     ) -> Evaluation:
-        """Scores of the greedy answers to the first `size` rows, which `keep` is given; bad rows are skipped.
+        """Score the greedy answers to the first `size` rows and pass them to `keep`; bad rows are skipped.
 
-        Rows without a score are left out and counted; ScoreError where none has one.
+        Rows without a score are left out and counted; ScoreError if no row has one.
         """
         unscored = list[str]()
         rows = await self.answers(source, size, unscored=unscored)
@@ -145,13 +145,13 @@ class Evaluator:
         seed: int = 0,
         unscored: list[str] | None = None,
     ) -> list[AnsweredRow]:
-        """`n` scored answers to each of the first `size` rows, bad rows skipped; greedy without `sampling`.
+        """Get `n` scored answers to each of the first `size` rows, greedy without `sampling`; bad rows are skipped.
 
-        A row with an UnscoredError is left out and the reason appended to `unscored`; None: the error is raised.
+        A row with an UnscoredError is left out and its reason appended to `unscored`; if None, the error is raised.
         """
         found: list[AnsweredRow] = []
         size = min(size or len(source), len(source))
-        # one chunk at a time, so that the processed or encoded images of a whole split are never in memory
+        # one chunk at a time: the processed images of a whole split may not fit in memory
         for start in range(0, size, self._batch_size):
             indices = range(start, min(start + self._batch_size, size))
             rows = {index: row for index in indices if (row := source.get(index)) is not None}
@@ -162,7 +162,7 @@ class Evaluator:
 
 
 class EngineAnswers:
-    """The answers of an engine."""
+    """A model that answers rows with an engine."""
 
     def __init__(
         self, engine: Engine, environment: Environment, grading: Grading, max_episode_tokens: int | None = None
@@ -192,11 +192,11 @@ class EngineAnswers:
             seed=seed,
             unscored=unscored,
         )
-        # no sync ends an evaluation's chunk: images of a whole split would pile up
+        # no weight sync follows a chunk, which would free its images: those of a whole split would pile up
         engine: object = self._engine
         if isinstance(engine, HoldsImages):
             engine.forget_images()
-        # by the object: two rows of a user's environment may have one id
+        # by object identity: two rows of a user's environment may have the same id
         of_task = {id(group.episodes[0].task): group.episodes for group in groups}
         reasons = map(UnscoredError, unscored)
         return [of_task[id(row.task)] if id(row.task) in of_task else next(reasons) for row in rows.values()]
@@ -205,12 +205,12 @@ class EngineAnswers:
 def _accuracies_by(
     rows: Sequence[AnsweredRow], name_of: Callable[[AnsweredRow], str | None]
 ) -> dict[str, tuple[float, ...]]:
-    """Accuracies of the first answers by a name of their rows, names in order; rows without the name are left out."""
+    """Accuracies of the first answers, grouped by `name_of` in sorted order; rows whose name is None are left out."""
     names = sorted({name for name in map(name_of, rows) if name is not None})
     return {name: tuple(row.answers[0].accuracy for row in rows if name_of(row) == name) for name in names}
 
 
 def check_scored(rows: Collection[object], unscored: Sequence[str]) -> None:
-    """ScoreError where rows were answered and none of them has a score."""
+    """Raise ScoreError if rows were answered but none of them has a score."""
     if unscored and not rows:
-        raise ScoreError(f"none of the {len(unscored)} held-out rows could be scored, the last one: {unscored[-1]}")
+        raise ScoreError(f"none of the {len(unscored)} held-out rows could be scored; the last one: {unscored[-1]}")

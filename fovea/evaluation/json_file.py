@@ -1,4 +1,4 @@
-"""The JSON file of `fovea eval --json`: metrics of every target, and every answer to every row."""
+"""The JSON file of `fovea eval --json` with the metrics and all answers of every target; a run's answer files."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def write_json(
     about: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> None:
-    """Write results and metrics to `path`; `about` says which rows. Accuracies are in 0..1, null where undefined."""
+    """Write results and metrics to `path`; `about` describes the rows. Accuracies are in 0..1, null if undefined."""
     write_tree(path, {**results_json(results, metrics, about), "settings": settings})
 
 
 def results_json(results: EvalResults, metrics: Sequence[TargetMetrics], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Results and metrics as `write_json` has them, without the settings."""
+    """The results and metrics that `write_json` writes, without the settings."""
     return {
         **about,
         "targets": [asdict(each) for each in metrics],
@@ -45,8 +45,8 @@ def results_json(results: EvalResults, metrics: Sequence[TargetMetrics], about: 
 
 
 def write_tree(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON with null for non-finite numbers."""
-    # ASCII, because text of a data set may hold lone surrogates, which UTF-8 cannot encode and an escape can
+    """Write JSON with non-finite numbers replaced by null."""
+    # ASCII with escapes, because texts of a data set may hold lone surrogates, which UTF-8 cannot encode
     write_atomically(path, (json.dumps(finite_json(content), indent=1, allow_nan=False) + "\n").encode("ascii"))
 
 
@@ -55,7 +55,7 @@ def _row(row: TaskRow, targets: Sequence[TargetAnswers]) -> dict[str, Any]:
 
 
 def _answers(target: TargetAnswers, row_id: str) -> dict[str, Any]:
-    """The greedy answer of a target, the sampled ones, and those with other images."""
+    """A target's greedy answer, its sampled answers, and its answers with shuffled and with blank images."""
     answers: dict[str, Any] = {"greedy": as_json(EPISODE, target.greedy[row_id].answers[0])}
     if row_id in target.samples:
         answers["samples"] = [as_json(EPISODE, answer) for answer in target.samples[row_id].answers]
@@ -70,7 +70,7 @@ def _skipped(target: TargetAnswers) -> list[dict[str, Any]]:
 
 
 def finite_json(value: Any) -> Any:
-    """The tree with null for non-finite numbers, and keys as strings."""
+    """The value with non-finite numbers replaced by null, and all keys converted to strings."""
     if isinstance(value, float):
         return json_number(value)
     if isinstance(value, Mapping):
@@ -86,20 +86,20 @@ _FIRST = ("test-final", "test-after-warmup", "test-before")
 
 
 def write_answers(run_dir: Path, name: str, rows: Sequence[AnsweredRow]) -> None:
-    """Write the greedy answers of one evaluation, such as `dev-step-000050`, over those of an earlier attempt."""
+    """Write the greedy answers of an evaluation such as `dev-step-000050`; replaces those of an earlier attempt."""
     lines = (to_json(ANSWERED_ROW, replace(row, answers=row.answers[:1])) + "\n" for row in rows)
     write_atomically(run_dir / ANSWERS_FOLDER / f"{name}.jsonl", "".join(lines).encode("ascii"))
 
 
 def answer_files(run_dir: Path) -> list[str]:
-    """Names of the evaluations whose answers a run has kept: those on test rows, then those on dev, newest first."""
+    """Names of a run's evaluations with stored answers: on test rows first, then on dev rows, newest first."""
     names = {path.stem for path in (run_dir / ANSWERS_FOLDER).glob("*.jsonl")}
     of_dev = sorted((name for name in names if _NAME.fullmatch(name) and name not in _FIRST), reverse=True)
     return [*(name for name in _FIRST if name in names), *of_dev]
 
 
 def read_answers(run_dir: Path, name: str, max_rows: int) -> list[AnsweredRow]:
-    """The first `max_rows` answers of an evaluation; FileNotFoundError without a file, DataError for other content."""
+    """Read an evaluation's first `max_rows` answers; FileNotFoundError without a file, DataError if it is damaged."""
     path = run_dir / ANSWERS_FOLDER / f"{name}.jsonl"
     lines = islice(read_lines(path, within=run_dir), max_rows)
-    return [from_json(ANSWERED_ROW, line, f"{path} holds no answers") for line in lines]
+    return [from_json(ANSWERED_ROW, line, f"{path} does not hold answers") for line in lines]

@@ -15,15 +15,15 @@ from fovea.types import Evaluation, Metrics
 from fovea_gym.benchmarks.estimates import Estimate, estimate, mean_estimate, wilson_interval
 from fovea_gym.graders.math_answer import last_boxed, same_answer
 
-# the ends of an interval then vary by about 0.01 of its width from seed to seed
+# with this number, the ends of an interval vary between seeds by about 0.01 of its width
 NUM_RESAMPLES = 10_000
 RESAMPLES_PER_CHUNK = 500
-"""Bound on the resamples in memory at a time."""
+"""Number of resamples in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Mean paired difference `second - first` over the same rows, with its 95 % confidence interval."""
+    """The mean paired difference `second - first` over the same rows, with its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -36,13 +36,13 @@ class Difference:
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Difference:
-    """Mean difference with its paired bootstrap interval: rows are resampled with both of their values."""
+    """The mean difference with its paired bootstrap interval, which resamples rows together with both values."""
     differences = [b - a for a, b in zip(first, second, strict=True)]
     mean = float(np.mean(differences)) if differences else math.nan
     low, high = bootstrap_interval(differences, seed)
     if low == high:
-        # all differences are equal, and the bootstrap interval has width 0. Widen it by the share of differing rows
-        # that is consistent with having seen 0 in n: the upper end of the Wilson interval
+        # All differences are equal, so the bootstrap interval has width 0. Widen it by the largest share of differing
+        # rows that is consistent with 0 of n rows differing: the upper end of the Wilson interval.
         unseen = wilson_interval(0.0, len(differences))[1]
         low, high = max(-1.0, low - unseen), min(1.0, high + unseen)
     return Difference(
@@ -56,7 +56,7 @@ def paired_difference(first: Sequence[float], second: Sequence[float], seed: int
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean, (nan, nan) for no values.
+    """The 95 % percentile bootstrap interval of the mean; (nan, nan) without values.
 
     Efron and Tibshirani, An Introduction to the Bootstrap (1993), 13.3.
     """
@@ -66,7 +66,7 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
     distinct, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
     rng = np.random.default_rng(seed)
     # The counts of the distinct values in a resample are multinomial. Accuracies have few distinct values, so that
-    # drawing their counts costs far less than drawing n rows.
+    # sampling the counts costs far less than sampling n rows.
     chunks = range(NUM_RESAMPLES // RESAMPLES_PER_CHUNK)
     means = [rng.multinomial(n, counts / n, RESAMPLES_PER_CHUNK) @ distinct / n for _ in chunks]
     low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
@@ -74,7 +74,7 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
 
 
 def best_of(k: int, scores: Sequence[float]) -> float:
-    """Unbiased estimate of the expected best score of k answers, from n >= k of them; pass@k for scores of 0 and 1.
+    """Unbiased estimate of the expected best score of k answers from n >= k answers; pass@k if scores are 0 or 1.
 
     The mean of the maximum over all subsets of size k: for s_1 <= ... <= s_n, sum_i s_i C(i - 1, k - 1) / C(n, k). With
     c scores of 1 and the rest 0 it equals 1 - C(n - c, k) / C(n, k), pass@k of Chen et al., arXiv 2107.03374. Raises
@@ -82,20 +82,20 @@ def best_of(k: int, scores: Sequence[float]) -> float:
     """
     n = len(scores)
     if not 1 <= k <= n:
-        raise ValueError(f"the best of {k} answers cannot be estimated from {n}; take k from 1 to {n}")
-    # whole numbers are divided first: of a thousand answers they have more digits than a float
+        raise ValueError(f"the best of {k} answers cannot be estimated from {n}; choose k from 1 to {n}")
+    # divide the integers first: for a thousand answers they exceed the range of a float
     subsets = math.comb(n, k)
     return math.fsum(score * (math.comb(i, k - 1) / subsets) for i, score in enumerate(sorted(scores)))
 
 
 def budgets(n: int) -> list[int]:
-    """The values of k that pass@k is reported for, given n answers: powers of two up to n, and n."""
+    """The values of k for which pass@k is reported, given n answers: powers of two up to n, and n itself."""
     return sorted({2**power for power in range(n.bit_length())} | {n}) if n else []
 
 
 def majority(answers: Sequence[RecordedEpisode]) -> RecordedEpisode:
-    """The most frequent answer by majority vote; equal ones count together, and ties go to the answer drawn first."""
-    # sampling order is random, so that this tie-break favours no answer; Counter keeps the order of first occurrence
+    """The answer with the most votes; equal answers are counted together, and ties go to the answer sampled first."""
+    # samples come in random order, so the tie-break favours no answer; Counter keeps the order of first occurrence
     spelled = Counter(vote(answer.text) for answer in answers)
     votes: Counter[str] = Counter()
     for text, count in spelled.items():
@@ -105,13 +105,13 @@ def majority(answers: Sequence[RecordedEpisode]) -> RecordedEpisode:
 
 
 def vote(text: str) -> str:
-    """Normalised answer for majority voting: the last `\\boxed{}`, else the whole text; case and spacing folded."""
+    """The normalised answer for a majority vote: the last `\\boxed{}`, else the whole text; case and spacing folded."""
     boxed = last_boxed(text)
     return " ".join((text if boxed is None else boxed).split()).casefold()
 
 
 def half_up(value: float) -> float:
-    """The value, nudged off a tie, so that formatting rounds 33.25 to 33.3, as a reader does, and not to 33.2."""
+    """The value nudged upwards, so that formatting rounds ties up: 33.25 becomes 33.3, not 33.2."""
     return value * (1 + 1e-12)
 
 
@@ -127,13 +127,13 @@ def format_interval(interval: tuple[float, float]) -> str:
 
 
 def _percent(value: float) -> str:
-    """Without a fraction but next to 0 and 100, which a bound is only where nothing is uncertain."""
+    """A percentage without decimals, except next to 0 and 100: a bound prints as 0 or 100 only if it is exact."""
     is_near_an_end = 0 < round(value, 1) < 1 or 99 < round(value, 1) < 100
     return f"{value:.1f}" if is_near_an_end else f"{value:.0f}"
 
 
 def mean_text(value: Estimate | Difference | None) -> str:
-    """A mean in its own unit as `0.512 [0.48, 0.54]` or `1,312 [1,250, 1,375]`; empty where undefined."""
+    """A mean with its interval, as `0.512 [0.48, 0.54]` or `1,312 [1,250, 1,375]`; empty if undefined."""
     if value is None or math.isnan(value.mean):
         return ""
     interval = f" [{_short(value.low)}, {_short(value.high)}]" if math.isfinite(value.low) else ""
@@ -141,13 +141,13 @@ def mean_text(value: Estimate | Difference | None) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits, and no exponent for thousands (kilometres)."""
+    """Three significant digits; thousands, such as distances in km, are written without an exponent."""
     value = half_up(value)
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def percent_text(value: Estimate | Difference | None) -> str:
-    """An estimate as `87.5 [83, 91]`, a difference as `+3.8 [+0.4, +7.2]`, in percent; empty where undefined."""
+    """An estimate as `87.5 [83, 91]` or a difference as `+3.8 [+0.4, +7.2]`, in percent; empty if undefined."""
     if value is None or math.isnan(value.mean):
         return ""
     if isinstance(value, Estimate):
@@ -169,15 +169,15 @@ class Figures:
     by_image_type: Mapping[str, Estimate]
     """Accuracy by image type; empty without `evaluate.image_type_key`."""
     reward: Estimate | None
-    """None where no reward was kept."""
+    """Mean reward; None if no reward was recorded."""
     parts: Mapping[str, Estimate]
-    """Each named part of the reward, over the rows that have it."""
+    """Mean of each named part of the reward, over the rows that have it."""
     rows_unscored: int = 0
-    """Rows left out because their grader gave no score."""
+    """Number of rows left out because their grader could not score them."""
 
 
 def figures_of(evaluation: Evaluation) -> Figures:
-    """The figures of an evaluation: Wilson's interval for shares of rows, the normal one for other means."""
+    """Compute the figures of an evaluation: Wilson intervals for shares of rows, normal ones for other means."""
     return Figures(
         accuracy=estimate([value for values in evaluation.accuracies.values() for value in values]),
         by_type=_each(evaluation.accuracies),
@@ -189,7 +189,7 @@ def figures_of(evaluation: Evaluation) -> Figures:
 
 
 def parts_of(answers: Iterable[RecordedEpisode]) -> dict[str, tuple[float, ...]]:
-    """Values of each named part of the reward, names in order, over the answers that have it."""
+    """The values of each named part of the reward over the answers that have it, in sorted order of the names."""
     values = defaultdict[str, list[float]](list)
     for answer in answers:
         for name, value in answer.parts.items():
@@ -198,7 +198,7 @@ def parts_of(answers: Iterable[RecordedEpisode]) -> dict[str, tuple[float, ...]]
 
 
 def shown_once(stages: Sequence[Mapping[str, T]]) -> dict[str, str]:
-    """Labels of the last stage's figures by name; one that repeats an earlier one in every stage is in that label."""
+    """Labels of figures by name; a figure that equals an earlier one in every stage is joined to that one's label."""
     labels, first_of = dict[str, str](), list[tuple[list[T | None], str]]()
     for name in stages[-1]:
         values = [figures.get(name) for figures in stages]
@@ -212,7 +212,7 @@ def shown_once(stages: Sequence[Mapping[str, T]]) -> dict[str, str]:
 
 
 def dev_metrics(dev: Evaluation) -> Metrics:
-    """Figures of a dev reading as metrics: `accuracy/dev`, `dev/reward/<part>`, their bounds `dev_low/reward`, ..."""
+    """Figures of a dev evaluation as metrics: `accuracy/dev`, `dev/reward/<part>`, bounds `dev_low/reward`, ..."""
     figures = figures_of(dev)
     metrics = {"accuracy/dev": figures.accuracy.mean}
     if len(figures.by_type) > 1:
@@ -230,7 +230,7 @@ def dev_metrics(dev: Evaluation) -> Metrics:
 
 
 def sampled_dev_metrics(accuracies: Sequence[Sequence[float]]) -> Metrics:
-    """`dev/mean@n` and `dev/pass@n` from the accuracies of n answers to each row; none without rows."""
+    """`dev/mean@n` and `dev/pass@n` from the accuracies of n answers to each row; empty without rows."""
     if not accuracies:
         return {}
     n = len(accuracies[0])

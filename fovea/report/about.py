@@ -1,4 +1,4 @@
-"""The facts of a run at the head of its report: model, algorithm, data, versions."""
+"""The facts about a run at the head of its report: model, algorithm, data, versions."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ VERSIONS_FILE = "versions.json"
 MAX_CONFIG_MIB = 1
 HINTS_FILE = "hints.txt"
 SHOWN_RUNS = 4
-"""Runs that an error names."""
+"""Maximum number of runs that an error names."""
 
 
 def check_run_folder(folder: Path) -> None:
-    """DataError where a folder holds no run."""
+    """Raise DataError if a folder does not hold a run."""
     if (folder / CONFIG_FILE).is_file():
         return
     fix = "give the folder of a run, which `fovea train` prints (`fovea view` also takes a folder of runs)"
     if not folder.is_dir():
-        what = "a file, no run folder" if folder.exists() else "no such run folder"
+        what = "a file, not a run folder" if folder.exists() else "no such run folder"
         raise DataError(f"{folder}: {what}; {fix}")
     if inside := sorted(str(each.parent) for each in folder.glob(f"*/{CONFIG_FILE}")):
-        fix = f"give one of those in it: {', '.join(inside[:SHOWN_RUNS])}{', ...' if len(inside) > SHOWN_RUNS else ''}"
+        fix = f"give a run in it: {', '.join(inside[:SHOWN_RUNS])}{', ...' if len(inside) > SHOWN_RUNS else ''}"
         raise DataError(f"{folder}: not a run folder: no {CONFIG_FILE} in it; {fix}")
     raise DataError(f"{folder}: not a run folder: no {CONFIG_FILE} in it, nor in a folder below; {fix}")
 
 
 def read_config(run_dir: Path) -> str:
-    """The text of a run's settings."""
+    """Read the text of a run's config.yaml."""
     path = run_dir / CONFIG_FILE
     try:
         return read_file(path, within=run_dir, max_mib=MAX_CONFIG_MIB).decode("utf-8")
@@ -51,24 +51,24 @@ _VERSIONS = TypeAdapter(dict[str, str])
 
 
 def write_versions(run_dir: Path, versions: Mapping[str, str]) -> None:
-    """Write the library versions that the run uses now, by name."""
+    """Write the versions of the libraries that the run uses now, by library name."""
     write_atomically(run_dir / VERSIONS_FILE, (to_json(_VERSIONS, dict(versions), indent=2) + "\n").encode())
 
 
 def add_hint(run_dir: Path, text: str) -> None:
-    """Keep a hint to the user, one line, for the end of the run and its report; one that is kept already stays."""
+    """Store a one-line hint to the user for the end of the run and its report; a stored hint is not repeated."""
     lines = dict.fromkeys([*read_hints(run_dir), " ".join(text.split())])
     write_atomically(run_dir / HINTS_FILE, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
 
 def read_hints(run_dir: Path) -> list[str]:
-    """The hints of a run so far."""
+    """Read the hints that a run has stored so far."""
     file = run_dir / HINTS_FILE
     return read_file(file, within=run_dir).decode("utf-8", "replace").splitlines() if file.exists() else []
 
 
 def about(run_dir: Path, config_text: str | None) -> dict[str, str]:
-    """Facts of a run as label and text, from its settings and versions; those that are not known are left out."""
+    """Facts about a run as label and text, from its settings and versions; unknown facts are left out."""
     facts = _facts_of_settings(read_yaml(config_text, CONFIG_FILE)) if config_text else {}
     if (versions := _read_versions(run_dir)) is not None:
         facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -76,7 +76,7 @@ def about(run_dir: Path, config_text: str | None) -> dict[str, str]:
 
 
 def _facts_of_settings(settings: Any) -> dict[str, str]:
-    """The facts among settings, which may be of another version and lack any key."""
+    """The facts that the settings hold; settings of another Fovea version may lack any key."""
     model, environment = _section(settings, "model"), _section(settings, "environment")
     algorithm, rollout = _section(settings, "algorithm"), _section(settings, "rollout")
     parts = [_section(algorithm, part).get("name") for part in ("advantage", "loss")]
@@ -113,4 +113,4 @@ def _read_versions(run_dir: Path) -> Mapping[str, str] | None:
     if not path.exists():
         return None
     fix = "delete it, and the report leaves them out"
-    return from_json(_VERSIONS, read_file(path, within=run_dir), f"{path} holds no versions", fix)
+    return from_json(_VERSIONS, read_file(path, within=run_dir), f"{path} does not hold library versions", fix)

@@ -1,4 +1,4 @@
-"""The settings and the console output of a run, bounded, for its page."""
+"""The settings and the console output of a run for its page, cut to a maximum size."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from fovea_gym.utils.bounded import open_file
 from fovea_gym.utils.shown_text import printable, without_secrets
 
 MAX_CONSOLE_BYTES = 128 * 1024
-"""The end of the console output, which the page shows."""
+"""The page shows this many bytes from the end of the console output."""
 MAX_VALUE_CHARS = 2000
 TOO_MANY_STEPS = 10**15
-"""Python writes no integer of more than 4,300 digits, and YAML has some in hexadecimal."""
+"""Python refuses to print an integer of more than 4,300 digits, and YAML can hold one in hexadecimal."""
 MAX_HINTS, MAX_HINT_CHARS = 20, 1000
 
 
 def settings_pairs(settings: object) -> list[list[str]]:
-    """Settings, as YAML has them, as pairs of `section.key` and value."""
+    """Settings that were parsed from YAML, as pairs of `section.key` and value."""
     pairs = _flat("", settings) if isinstance(settings, Mapping) else ()
     return [[key, _cut(value, MAX_VALUE_CHARS)] for key, value in pairs]
 
 
 def max_steps_of(settings: object) -> int | None:
-    """The setting max_steps; None where it is not a number of steps that a run could take."""
+    """The setting max_steps; None if it is not a number of steps that a run could take."""
     value = settings.get("max_steps") if isinstance(settings, Mapping) else None
     return value if isinstance(value, int) and 0 < value < TOO_MANY_STEPS else None
 
 
 def console_bytes(run_dir: Path) -> int:
-    """The size of the console output, which grows while the run prints."""
+    """The current size of the console output, which grows while the run prints."""
     file = run_dir / CONSOLE_FILE
     return file.stat().st_size if file.exists() else 0
 
 
 def console_text(run_dir: Path) -> str:
-    """The newest lines of the console output; empty for a run of versions that kept none."""
+    """The newest lines of the console output; empty for a run of an older version, which did not store it."""
     try:
         with open_file(run_dir / CONSOLE_FILE, within=run_dir) as file:
             size = file.seek(0, 2)
@@ -52,7 +52,7 @@ def console_text(run_dir: Path) -> str:
 
 
 def hints(run_dir: Path) -> list[str]:
-    """Remarks that the run has kept for its report, such as a reward that is a constant."""
+    """Hints that the run has stored for its report, for example that the reward is constant."""
     return [_cut(hint, MAX_HINT_CHARS) for hint in read_hints(run_dir)[:MAX_HINTS]]
 
 
@@ -68,7 +68,7 @@ def _text(value: object) -> str:
     try:
         return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     except ValueError:
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
 
 
 def _cut(text: str, max_chars: int) -> str:

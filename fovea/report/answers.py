@@ -1,4 +1,4 @@
-"""Answers to the page: plain JSON values, independent of how they are sent."""
+"""The server's replies to the page as plain JSON values, whether they are served or written into a file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fovea_gym.utils.files import json_number
 from fovea_gym.utils.stored import as_json
 
 MAX_MARKS = 200
-"""Of one text: more cannot be told apart on an image."""
+"""Maximum number of marks taken from one text: more could not be told apart on an image."""
 _LABEL = re.compile(r'"label"\s*:\s*"([^"\\\n]{1,80})"')
 
 
 def marks_in(text: str, image: RecordedImage | None, place: int) -> tuple[Mark, ...]:
-    """The marks of an answer on the last image before it, which is the `place`-th that the model has read.
+    """The boxes and points in an answer, on the last image before it, which is the `place`-th that the model read.
 
-    None where there is no image, or its frame of coordinates is not known.
+    Empty if there is no image, or if its coordinate frame is not known.
     """
     if image is None or image.frame is None:
         return ()
@@ -48,7 +48,7 @@ def _mark(match: re.Match[str], text: str, frame: tuple[int, int], place: int) -
 
 
 def _label(text: str, match: re.Match[str]) -> str:
-    """The label of the JSON object that holds the mark, if it has one."""
+    """The label of the JSON object that holds the mark; empty if it has none."""
     start, end = text.rfind("{", 0, match.start()), text.find("}", match.end())
     if start < 0 or end < 0 or "}" in text[start : match.start()]:
         return ""
@@ -57,11 +57,11 @@ def _label(text: str, match: re.Match[str]) -> str:
 
 
 SIGNIFICANT = 6
-"""Digits of a point of a curve: more than a screen shows."""
+"""Significant digits of a point of a curve, more than a screen can show."""
 
 
 def curve_json(name: str, curve: Curve) -> dict[str, Any]:
-    """A curve with its name and what the metric means; `low` and `high` are empty where all points are single steps."""
+    """A curve with the metric's name and meaning; `low` and `high` are empty if every point is a single step."""
     metric = definition_of(name)
     single = curve.lows_B is curve.means_B
     return {
@@ -76,17 +76,17 @@ def curve_json(name: str, curve: Curve) -> dict[str, Any]:
 
 
 def totals_json(totals: Totals) -> dict[str, Any]:
-    """A sum over the steps, for an axis of time or tokens."""
+    """Running totals by step, for an axis of time or tokens."""
     return {"step": _numbers(totals.steps_B), "total": _numbers(totals.totals_B)}
 
 
 def entry_json(entry: IndexedStep) -> list[Any]:
-    """An entry of the index: `[step, [[kind, row, mean reward, least, greatest, truncated, answers], ...]]`."""
+    """A step's entry in the index: `[step, [[kind, row, mean reward, least, greatest, truncated, answers], ...]]`."""
     return [entry.step, list(map(_summary_json, entry.groups))]
 
 
 def step_json(step: int, records: Sequence[AnsweredRow]) -> dict[str, Any]:
-    """The groups of a step, each answer with the marks of its texts and of its reward."""
+    """The groups of a step; each answer has the marks found in its texts and those that its reward recorded."""
     return {"step": step, "groups": [as_json(ANSWERED_ROW, _marked(record)) for record in records]}
 
 
@@ -97,11 +97,11 @@ def _summary_json(summary: GroupSummary) -> list[Any]:
 
 
 def _marked(record: AnsweredRow) -> AnsweredRow:
-    """The record with all marks that can be drawn."""
+    """The record with all marks whose coordinates are finite."""
 
     def marks(answer: RecordedEpisode) -> Iterator[Mark]:
         yield from answer.marks
-        # the environment may have marked the answer in its own frame of coordinates
+        # the environment may have marked the answer already, in its own coordinate frame
         if not any(mark.label == READ for mark in answer.marks):
             yield from _marks_of_texts(record, answer)
 
@@ -110,7 +110,7 @@ def _marked(record: AnsweredRow) -> AnsweredRow:
 
 
 def _marks_of_texts(record: AnsweredRow, answer: RecordedEpisode) -> list[Mark]:
-    """Marks of all turns; images count from 1 in the order in which the model read them, over all turns."""
+    """Marks of all turns; images are numbered from 1 over all turns, in the order in which the model read them."""
     images: list[RecordedImage] = list(record.images)
     marks: list[Mark] = []
     for turn in answer.turns:

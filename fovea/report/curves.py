@@ -1,4 +1,4 @@
-"""The metrics of a run as columns, and curves of few enough points to draw.
+"""The metrics of a run as columns, and curves that are downsampled for drawing.
 
 Axes: `N` steps with a value, `B` points of a curve.
 """
@@ -27,37 +27,37 @@ from fovea_gym.utils.bounded import lines_of, open_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Appended:
-    """The lines that were completed since the last look at a file."""
+    """The complete lines that a file has gained since it was last read."""
 
     lines: tuple[str, ...]
     begun_anew: bool
-    """The file has other content or is shorter than before, as after a resume: what was read before counts no more."""
+    """The file's content was replaced or cut, as after a resume: discard the lines that were read before."""
     share_read: float = 1.0
-    """Share of the file's bytes that has been read, 1 where no complete line is left."""
+    """Share of the file's bytes that has been read; 1 if no complete line is left to read."""
 
 
 REMEMBERED_BYTES = 256
-"""Of the start of a file and before the place where its reader stopped, to notice other content."""
+"""Bytes kept from the start of a file and from before the reader's position, to notice that it was replaced."""
 
 
 class Tail:
-    """Reads a growing file from where it stopped the last time."""
+    """Reads a growing file, each time from where it stopped the last time."""
 
     def __init__(self, path: Path, within: Path | None = None) -> None:
-        """`within` is the folder that no link on the way may leave."""
+        """Symbolic links in `path` may not lead out of the folder `within`."""
         self.path = path
         self._within = within
         self._offset = 0
         self._remembered = (b"", b"")
 
     def read(self, max_bytes: float = math.inf) -> Appended:
-        """New complete lines, without their newlines, until they are so many bytes; none while there is no file."""
+        """Read new complete lines, without newlines, until `max_bytes` are read; none while the file does not exist."""
         try:
             file = open_file(self.path, within=self._within)
         except FileNotFoundError:
             return Appended(lines=(), begun_anew=self._forget())
         with file:
-            # not by its inode, whose number a new file may get again
+            # compare content, not the inode: a new file may get the same inode number
             begun_anew = self._bytes_around(file) != self._remembered and self._forget()
             file.seek(self._offset)
             lines, until, share_read = list[str](), self._offset + max_bytes, 1.0
@@ -65,14 +65,14 @@ class Tail:
                 if self._offset >= until:
                     share_read = self._offset / os.fstat(file.fileno()).st_size
                     break
-                if line.endswith(b"\n"):  # a last line without newline is being written right now
+                if line.endswith(b"\n"):  # a last line without a newline is still being written
                     lines.append(line[:-1].decode("utf-8", errors="replace"))
                     self._offset += len(line)
             self._remembered = self._bytes_around(file)
         return Appended(lines=tuple(lines), begun_anew=begun_anew, share_read=share_read)
 
     def _bytes_around(self, file: BinaryIO) -> tuple[bytes, bytes]:
-        """The first bytes of what was read, and the last."""
+        """The first and the last bytes of the part that was read."""
         size = min(REMEMBERED_BYTES, self._offset)
         file.seek(0)
         first = file.read(size)
@@ -80,26 +80,26 @@ class Tail:
         return first, file.read(size)
 
     def _forget(self) -> bool:
-        """Begin at the start again; returns whether something had been read before."""
+        """Start again at the beginning of the file; returns True if something had been read before."""
         had_read = self._offset > 0
         self._offset, self._remembered = 0, (b"", b"")
         return had_read
 
 
 CHUNK_BYTES = 4 * 2**20
-"""Bytes of metrics.jsonl in memory at a time: a long run has hundreds of MiB."""
+"""Bytes of metrics.jsonl in memory at a time: the file of a long run has hundreds of MiB."""
 MAX_POINTS = 400
-"""Of a curve: about one per two pixels of a chart."""
+"""Maximum number of points of a curve, about one per two pixels of a chart."""
 MAX_PARTS = 32
-"""Parts of the reward that are compared with each other; an overview shows fewer."""
+"""Maximum number of parts of the reward that are compared with each other; the overview shows fewer."""
 Total: TypeAlias = Literal["seconds", "tokens"]
-"""Axes beside the step: wall time of the steps, and completion tokens."""
+"""Alternatives to the step as x axis: wall time of the steps, or completion tokens."""
 _PART = re.compile(r"reward/[^/]+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A metric by step: means of consecutive steps, with the least and the greatest value among them."""
+    """A metric by step. Each point is the mean over consecutive steps, with the least and the greatest value."""
 
     steps_B: NDArray[np.float64]
     means_B: NDArray[np.float64]
@@ -109,7 +109,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """A sum over a run's steps, by step."""
+    """The running total of a quantity, by step."""
 
     steps_B: NDArray[np.float64]
     totals_B: NDArray[np.float64]
@@ -124,18 +124,18 @@ class _Column:
 
 
 class Curves:
-    """The columns of metrics.jsonl, which grow with the file."""
+    """The columns of metrics.jsonl; `refresh` adds the rows that the file has gained."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tail = Tail(run_dir / METRICS_FILE, run_dir)
         self._columns: dict[str, _Column] = {}
         self.last_step, self.num_steps = 0, 0
         self.share_read = 1.0
-        """Share of the file that has been read."""
+        """Share of metrics.jsonl that has been read, in 0..1."""
         self._damage: DataError | None = None
 
     def refresh(self, seconds: float = math.inf) -> None:
-        """Read what the run has appended, for about so many seconds; DataError for a line that holds no metrics."""
+        """Read the appended lines, for about `seconds`; DataError for a line that does not hold metrics."""
         until = monotonic() + seconds
         self._add(self._tail.read(CHUNK_BYTES))
         while self.share_read < 1 and monotonic() < until:
@@ -146,7 +146,7 @@ class Curves:
         if appended.begun_anew:
             self._columns, self.last_step, self.num_steps, self._damage = {}, 0, 0, None
         if self._damage is not None:
-            raise self._damage  # until the file is another one: curves with a hole would pass for the whole
+            raise self._damage  # until the file is replaced: curves that lack steps would look complete
         for line in appended.lines:
             try:
                 row = parse_metrics(line, where=f"{self._tail.path} line {self.num_steps + 1}")
@@ -162,7 +162,7 @@ class Curves:
                 column.values.append(value)
 
     def totals(self, of: Total) -> Totals:
-        """The seconds or the completion tokens of all steps up to each one; no points where they are not known."""
+        """Total seconds or completion tokens up to each step; no points if the run did not record them."""
         seconds, rates = (self._columns.get(name, _Column()) for name in ("seconds/step", "tokens_per_second"))
         steps_N, added_N = np.array(seconds.steps), np.array(seconds.values)
         if of == "tokens":
@@ -175,7 +175,7 @@ class Curves:
         return Totals(steps_B=steps_N[shown_B], totals_B=np.cumsum(added_N)[shown_B])
 
     def repeats(self) -> list[str]:
-        """Parts of the reward whose values are those of the reward or of an earlier part in every step."""
+        """Parts of the reward that equal the reward, or an earlier part, in every step."""
         parts = [name for name in self._columns if _PART.fullmatch(name)]
         seen, found = set[tuple[bytes, bytes]](), list[str]()
         for name in ("reward", *parts[:MAX_PARTS]):
@@ -201,7 +201,7 @@ class Curves:
         return {name: (column.steps, column.values) for name, column in self._columns.items()}
 
     def finite(self, name: str, last: int | None = None) -> NDArray[np.float64]:
-        """The finite values of a metric, of the `last` steps if given; empty for a name that is none."""
+        """The finite values of a metric, only from the `last` steps if given; empty for an unknown metric."""
         column = self._columns.get(name, _Column())
         values_N = np.array(column.values)
         if last is not None:
@@ -210,13 +210,13 @@ class Curves:
         return finite_N
 
     def curve(self, name: str) -> Curve:
-        """The curve of a metric; KeyError for a name that is none."""
+        """The curve of a metric; KeyError for an unknown metric."""
         column = self._columns[name]
         return downsampled(np.array(column.steps), np.array(column.values), MAX_POINTS)
 
 
 def downsampled(steps_N: NDArray[np.float64], values_N: NDArray[np.float64], max_points: int) -> Curve:
-    """The curve in at most `max_points` points, each of equally many steps; values that are not finite are left out."""
+    """A curve of at most `max_points` points, each over equally many steps; non-finite values are left out."""
     finite = np.isfinite(values_N)
     steps_N, values_N = steps_N[finite], values_N[finite]
     if len(values_N) <= max_points:
@@ -232,11 +232,11 @@ def downsampled(steps_N: NDArray[np.float64], values_N: NDArray[np.float64], max
 
 
 MAX_SECONDS = 0.1
-"""Of a refresh spent on steps that are in no index: a page waits for it. The next refresh goes on."""
+"""Longest time per refresh for steps missing from the index, since a page waits. The next refresh continues."""
 
 
 class SampleIndex:
-    """Entries of steps, in the order in which they were found; a step that was written again has a later one too."""
+    """Index entries of steps in the order in which they were found; a repeated step has a later entry too."""
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = monotonic) -> None:
         self._run_dir = run_dir
@@ -247,18 +247,18 @@ class SampleIndex:
         self._listed_ns = 0
 
     def refresh(self) -> None:
-        """Read what the run has appended to its index, and some of the steps that are in none."""
+        """Read the entries appended to the index since the last refresh, and some of the steps missing from it."""
         for line in self._tail.read().lines:
             try:
                 self._add(index_line(line))
             except DataError:
-                continue  # the records themselves are read below
+                continue  # the step's records are read below instead
         self._read_unlisted()
 
     def _read_unlisted(self) -> None:
-        """Read steps that are in no index, for as long as a page may wait."""
+        """Read steps that are missing from the index, for as long as a page may wait."""
         folder = samples_folder(self._run_dir)
-        # listing ten thousand files at every poll takes longer than all the rest of it
+        # list files only if the folder changed: listing ten thousand files takes longer than the rest of a poll
         changed_ns = folder.stat().st_mtime_ns if folder.exists() else 0
         if changed_ns == self._listed_ns:
             return
@@ -272,11 +272,11 @@ class SampleIndex:
 
     @property
     def newest(self) -> int | None:
-        """The greatest step so far; None where no step was recorded."""
+        """The greatest step so far; None if no step was recorded."""
         return max(self._known, default=None)
 
     def after(self, count: int) -> Sequence[IndexedStep]:
-        """The entries that were found after the first `count` ones."""
+        """All entries but the first `count` that were found."""
         return self._entries[count:]
 
     def _add(self, entry: IndexedStep) -> None:
@@ -284,7 +284,7 @@ class SampleIndex:
         self._entries.append(entry)
 
     def _read(self, step: int) -> IndexedStep:
-        """The entry of a step that is in no index, as after a kill; without groups where its file is damaged."""
+        """The entry of a step missing from the index, as after a kill; without groups if its file is damaged."""
         try:
             records = read_step(self._run_dir, step)
         except (DataError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The page of `fovea eval --html`: the page of runs, with a target in the place of each run."""
+"""The page of `fovea eval --html`: the same page as for runs, with evaluated targets in place of runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fovea.report.held_out import MAX_PICTURED, MAX_ROWS, row_json, thumbnails
 from fovea.report.images import name_of
 
 RIGHT = 0.5
-"""Accuracy from which an answer counts as correct in the choice of rows to show."""
+"""Least accuracy at which an answer counts as correct when rows are chosen for display."""
 EVALUATION = "greedy"
 
 ImagesOf = Callable[[TaskRow], Sequence[Image]]
@@ -35,7 +35,7 @@ def write_evaluation(
     images_of: ImagesOf,
     settings: str,
 ) -> Path:
-    """Write the page to `path` and return that; `settings` is YAML text."""
+    """Write the page to `path` and return `path`; `settings` is YAML text."""
     data = PageData()
     add_answers(data, 0, EVALUATION, results, images_of)
     first = results.targets[0].name
@@ -48,7 +48,7 @@ def add_answers(data: PageData, number: int, evaluation: str, results: EvalResul
     rows = of_every_outcome(results)[:MAX_ROWS]
     pictures = {row.id: thumbnails(images_of(row)) for row in rows[:MAX_PICTURED]}
     names = {row: tuple(map(name_of, of_row)) for row, of_row in pictures.items()}
-    # all targets have the same rows, and show the pictures of the first
+    # all targets have the same rows: the pictures are stored once, under the first target
     data.images.update({f"0/{name_of(png)}": png for of_row in pictures.values() for png in of_row})
     for place, target in enumerate(results.targets):
         found = [row_json(_with_first_answer(row, target), names.get(row.id, ())) for row in rows]
@@ -62,7 +62,7 @@ def _with_first_answer(row: TaskRow, target: TargetAnswers) -> AnsweredRow:
 def write_targets(
     path: Path, data: PageData, facts: Sequence[Mapping[str, Any]], summaries: Sequence[RunSummary], settings: str
 ) -> Path:
-    """Write the page of targets, whose answers `data` has, to `path` and return that."""
+    """Write the page of targets to `path` and return `path`; `data` already holds their answers."""
     about = {"settings": settings_pairs(read_yaml(settings, "settings")), "console": ""}
     for place, summary in enumerate(summaries):
         data.add(f"summary/{place}/0", asdict(summary))
@@ -73,9 +73,9 @@ def write_targets(
 
 
 def of_every_outcome(results: EvalResults) -> list[TaskRow]:
-    """All rows, those that no model, some or all answered correctly and those of every kind in turn.
+    """All rows, alternating between kinds and between rows that no model, some models or all models got right.
 
-    The first rows have pictures, and are seen first. Baselines do not count, unless there is no model.
+    The order matters because only the first rows have pictures. Baselines count only if no target is a model.
     """
     models = [target for target in results.targets if target.is_model] or results.targets
 
@@ -88,7 +88,7 @@ def of_every_outcome(results: EvalResults) -> list[TaskRow]:
 
 
 def target_facts(target: TargetAnswers, title: str, evaluations: Sequence[str] = (EVALUATION,)) -> Mapping[str, Any]:
-    """The facts of a target, in the form of those of a run (`ViewedRun.facts`)."""
+    """The facts about a target, in the form of a run's facts (`ViewedRun.facts`)."""
     return {
         "name": target.name,
         "title": title,

@@ -1,8 +1,8 @@
-"""The page as one file: HTML, style, script and data, which opens from file:// and loads nothing.
+"""The page as one file of HTML, style, script and data, which opens from file:// and loads no other file.
 
-Each answer of the server is a block of JSON in the file, under the path by which the page asks the server; pictures
-are blocks of base64. What others wrote stands in those blocks only, in which no "<" can end them, and a
-Content-Security-Policy forbids all scripts and styles but the page's two, and all requests.
+Each reply of the server is a JSON block in the file, whose id is the path that the page would request; pictures are
+base64 blocks. Text from models and data sets occurs only in these blocks, where every "<" is escaped. A
+Content-Security-Policy allows only the page's own script and style, and no requests.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fovea_gym.utils.files import write_atomically
 
 REPORT_FILE = "report.html"
 MAX_STEPS, MAX_GROUPS, MAX_ANSWERS = 40, 8, 16
-"""Recorded steps in a file, groups of each, and answers of a group; `fovea view` shows all."""
+"""Maximum number of steps in a file, of groups per step and of answers per group; `fovea view` shows all."""
 MAX_EVALUATIONS = 8
 MAX_SAMPLE_MIB, MAX_ANSWER_MIB = 24, 8
-"""Text and pictures of the samples, and of the held-out answers, of all runs of a file together."""
+"""Size limits for samples and for held-out answers, text and pictures, over all runs of a file."""
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageData:
-    """The data of a page: JSON by the path that the page asks for, and PNG files by run and name."""
+    """The data of a page: JSON texts by the path that the page requests, and PNG files by run and name."""
 
     values: dict[str, str] = field(default_factory=dict)
     images: dict[str, bytes] = field(default_factory=dict)
@@ -45,18 +45,18 @@ class PageData:
 
 
 def check_export(file: Path) -> None:
-    """ConfigError for a file that is no HTML file by its name."""
+    """Raise ConfigError if a file's name does not end in .html."""
     if file.suffix != ".html" or file.is_dir():
         raise ConfigError(f"--export {file}: the page is one file; give a name that ends in .html")
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write report.html of a run, finished or not; returns its path."""
+    """Write report.html of a finished or unfinished run; returns its path."""
     return export([ViewedRun(run_dir)], run_dir / REPORT_FILE)
 
 
 def export(runs: Sequence[ViewedRun], file: Path) -> Path:
-    """Write the page of some runs into one file; returns its path."""
+    """Write the page of these runs into one file; returns its path."""
     data = PageData()
     facts = [_add_run(data, place, run, len(runs)) for place, run in enumerate(runs)]
     data.add("runs", facts)
@@ -65,7 +65,7 @@ def export(runs: Sequence[ViewedRun], file: Path) -> Path:
 
 
 def write_page(file: Path, data: PageData) -> None:
-    """Write the page with its data into a file."""
+    """Write the page and its data into one HTML file."""
     style, script = page_file(STYLE), page_file(SCRIPT)
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
@@ -92,7 +92,7 @@ def _block(media_type: str, name: str, text: str) -> str:
 
 
 def _without_tags(text: str) -> str:
-    """JSON, which is ASCII, without a "<" that a browser could take for the beginning of a tag."""
+    """Escape every "<" of ASCII JSON, so that a browser cannot take it for the start of a tag."""
     return text.replace("<", "\\u003c")
 
 
@@ -101,7 +101,7 @@ def _hash(text: str) -> str:
 
 
 def _add_run(data: PageData, place: int, run: ViewedRun, num_runs: int) -> dict[str, Any]:
-    """Add the data of a run; returns its facts, in which steps and evaluations are those that the file holds."""
+    """Add the data of a run; returns its facts, which list only the steps and evaluations that the file holds."""
     facts = run.facts()
     for number in range(len(facts["metrics"])):
         data.add(f"curve/{place}/{number}", run.curve(number))
@@ -110,11 +110,11 @@ def _add_run(data: PageData, place: int, run: ViewedRun, num_runs: int) -> dict[
     data.add(f"about/{place}/0", run.settings_and_console())
     data.add(f"summary/{place}/0", run.summary())
     evaluations = _add_answers(data, place, run, facts["evaluations"], _Room(MAX_ANSWER_MIB / num_runs))
-    entries: dict[int, Any] = dict(json.loads(run.entries(0)))  # a step that was taken again has a later entry
+    entries: dict[int, Any] = dict(json.loads(run.entries(0)))  # a repeated step has a later entry, which wins
     kept = _add_steps(data, place, run, sorted(entries), _Room(MAX_SAMPLE_MIB / num_runs))
     data.add(f"entries/{place}/0", [[step, entries[step][:MAX_GROUPS]] for step in kept])
     return facts | {
-        "folder": run.folder.name,  # where it lay is private
+        "folder": run.folder.name,  # the full path is private
         "evaluations": evaluations,
         "entries": len(kept),
         "newest_entry": max(kept, default=None),
@@ -133,20 +133,20 @@ def _left_out(entries: Mapping[int, Sequence[Any]], kept: Sequence[int]) -> str:
 
 
 class _Room:
-    """The bytes that may still be added of a kind of data."""
+    """The space that is left in the file for one kind of data, in bytes."""
 
     def __init__(self, mib: float) -> None:
         self._left = mib * MIB
 
     def takes(self, num_bytes: int) -> bool:
-        """True if so many bytes fit, which are taken then."""
+        """Reserve `num_bytes` if they fit; returns True if they do."""
         fits = num_bytes <= self._left
         self._left -= num_bytes if fits else 0
         return fits
 
 
 def _add_answers(data: PageData, place: int, run: ViewedRun, names: Sequence[str], room: _Room) -> list[str]:
-    """Add held-out answers, the most telling evaluations first, while they fit; returns the names of those added."""
+    """Add held-out answers while they fit, the most important first; returns the names of the added evaluations."""
     for number in range(len(names[:MAX_EVALUATIONS])):
         answers = run.answers(number)
         if not room.takes(len(json.dumps(answers))):
@@ -158,13 +158,13 @@ def _add_answers(data: PageData, place: int, run: ViewedRun, names: Sequence[str
 
 
 def _add_steps(data: PageData, place: int, run: ViewedRun, steps: Sequence[int], room: _Room) -> list[int]:
-    """Add recorded steps, evenly spaced, while they fit; returns those added."""
+    """Add evenly spaced recorded steps while they fit; returns the added steps."""
     kept = list[int]()
     for step in _coarse_to_fine(_evenly(steps, MAX_STEPS)):
         try:
             records = tuple(map(_fewer_answers, run.records(step)[:MAX_GROUPS]))
         except (FileNotFoundError, DataError):
-            continue  # the page of `fovea view` says so where it is asked for
+            continue  # `fovea view` reports the error when this step is opened
         value = json.dumps(step_json(step, records), allow_nan=False)
         if not room.takes(len(value)):
             break
@@ -175,14 +175,14 @@ def _add_steps(data: PageData, place: int, run: ViewedRun, steps: Sequence[int],
 
 
 def _evenly(steps: Sequence[int], number: int) -> list[int]:
-    """At most so many of the steps, the first and the last among them."""
+    """At most `number` of the steps, evenly spaced, with the first and the last."""
     if len(steps) <= number:
         return list(steps)
     return [steps[round(place * (len(steps) - 1) / (number - 1))] for place in range(number)]
 
 
 def _coarse_to_fine(steps: Sequence[int]) -> list[int]:
-    """The steps in an order whose every beginning is spread over all of them, the last step first."""
+    """Reorder the steps so that every prefix of the list is spread over the whole run; the last step comes first."""
     return list(dict.fromkeys([*steps[-1:], *(step for stride in (32, 16, 8, 4, 2, 1) for step in steps[::stride])]))
 
 
@@ -191,14 +191,14 @@ def _fewer_answers(record: AnsweredRow) -> AnsweredRow:
 
 
 def _images_of(records: Sequence[AnsweredRow]) -> Iterator[str]:
-    """Names of the images of prompts, then of those that the environment added."""
+    """Names of the prompts' images, then of the images that the environment added."""
     yield from (image.name for record in records for image in record.images)
     turns = (turn for record in records for answer in record.answers for turn in answer.turns)
     yield from (image.name for turn in turns for image in turn.images)
 
 
 def _add_images(data: PageData, place: int, run: ViewedRun, names: Iterable[str], room: _Room) -> None:
-    """Add the images that fit; the page says of others that the file does not hold them."""
+    """Add the images that fit; for the others the page says that the file does not hold them."""
     for name in dict.fromkeys(names):
         path = f"{place}/{name}"
         png = None if path in data.images else read_image(run.folder, name)

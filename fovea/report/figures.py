@@ -1,4 +1,4 @@
-"""The figures of a run, and of a target of `fovea eval`, as the summary of the page shows them: texts and bars."""
+"""The figures in the page's summary of a run or of a target of `fovea eval`: texts and bars."""
 
 from __future__ import annotations
 
@@ -50,42 +50,42 @@ class Stat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureRow:
-    """A line of a table: a text for each column, the number of rows behind them, and a bar where it has one."""
+    """A line of a table: a text for each column, the number of rows that they are computed from, and a bar if any."""
 
     name: str
     texts: tuple[str, ...]
     n: int | None = None
     bar: Bar | None = None
     before: float | None = None
-    """Share at the stage before that of the bar, which is drawn as a dot."""
+    """Share at the stage before the bar's stage, drawn as a dot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureTable:
-    """A table; the page shows tables of several runs under one title beside each other."""
+    """A table; the page shows the tables of several runs that have the same title side by side."""
 
     title: str
     first: str
-    """Head of the names."""
+    """Head of the column of names."""
     columns: tuple[str, ...]
     rows: tuple[FigureRow, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The summary of a run or of a target."""
+    """The summary of a run or of an evaluated target."""
 
     line: str = ""
-    """Steps, seed and seconds in words."""
+    """A sentence with the run's steps, seed and seconds."""
     headline: tuple[Stat, ...] = ()
     tables: tuple[FigureTable, ...] = ()
     notes: tuple[str, ...] = ()
     machine: tuple[Stat, ...] = ()
-    """Memory and throughput."""
+    """Figures of memory and throughput."""
 
 
 def run_summary(summary: SummaryJson | None, curves: Curves) -> RunSummary:
-    """The summary of a run; before its end, `summary` is None."""
+    """The summary of a run; `summary` is None until the run has finished."""
     time = [table for table in [_phases(curves)] if table.rows]
     machine = _machine(curves)
     if summary is None:
@@ -110,7 +110,7 @@ def run_summary(summary: SummaryJson | None, curves: Curves) -> RunSummary:
 
 
 def target_summary(metrics: TargetMetrics, reference: str) -> RunSummary:
-    """The summary of a target; `reference` is the target whose accuracy is subtracted."""
+    """The summary of an evaluated target; `reference` names the target whose accuracy is subtracted."""
     rows = [_share_row("all", [metrics.accuracy])]
     kinds = metrics.by_kind if len(metrics.by_kind) > 1 else {}
     rows += [_share_row(kind, [value]) for kind, value in kinds.items()]
@@ -142,12 +142,12 @@ def target_summary(metrics: TargetMetrics, reference: str) -> RunSummary:
 
 
 def rewards_of(each: TargetMetrics | Figures) -> Mapping[str, Estimate]:
-    """The mean reward and its named parts; none where no reward was kept."""
+    """The mean reward and its named parts; empty if no reward was recorded."""
     return {"reward": each.reward, **each.parts} if each.reward else {}
 
 
 def sampled_of(each: TargetMetrics) -> Mapping[str, Cell]:
-    """pass@k and the accuracy of the majority vote; none without sampled answers."""
+    """pass@k and the accuracy of the majority vote; empty without sampled answers."""
     if not each.pass_at:
         return {}
     majority = {f"majority of {max(each.pass_at)}": each.majority}
@@ -155,7 +155,7 @@ def sampled_of(each: TargetMetrics) -> Mapping[str, Cell]:
 
 
 def image_ablation_of(each: TargetMetrics) -> Mapping[str, Cell]:
-    """Accuracies with true, shuffled and blank images, and what the changes cost; none without controls."""
+    """Accuracies with true, shuffled and blank images, and the losses in accuracy; empty without an image ablation."""
     ablation = each.image_ablation
     if ablation is None:
         return {}
@@ -169,7 +169,7 @@ def image_ablation_of(each: TargetMetrics) -> Mapping[str, Cell]:
 
 
 def dependence_of(each: TargetMetrics) -> Mapping[str, Estimate]:
-    """How much likelier answers are with true images than with shuffled and with blank ones; none without controls."""
+    """How much likelier answers are with true than with shuffled or blank images; empty without an image ablation."""
     found = each.picture_dependence
     return {"true against shuffled": found.shuffled, "true against blank": found.blank} if found else {}
 
@@ -203,7 +203,7 @@ def _rewards_so_far(curves: Curves) -> tuple[Stat, ...]:
 
 
 def accuracy_table(summary: SummaryJson) -> FigureTable:
-    """Accuracy by question type, of all rows, and by image type, at every stage."""
+    """Accuracy at every stage: by question type, over all rows, and by image type."""
     stages = [stage for stage in STAGES if accuracy_at(summary, stage)]
     kinds = [by_type_at(summary, stage) for stage in stages]
     names = list(kinds[-1]) if len(kinds[-1]) > 1 else []
@@ -217,7 +217,7 @@ def accuracy_table(summary: SummaryJson) -> FigureTable:
 
 
 def reward_tables(summary: SummaryJson) -> list[FigureTable]:
-    """Reward and parts on the test rows at every stage; none where no reward was kept."""
+    """The mean reward and its parts on the test rows at every stage; no table if no reward was recorded."""
     stages = stages_on_test(summary)
     means = list(map(rewards_of, stages.values()))
     labels = shown_once(means) if means else {}
@@ -232,7 +232,7 @@ def _row(name: str, values: Sequence[Cell], text: Callable[[Cell], str]) -> Figu
 
 
 def _share_row(name: str, values: Sequence[Cell]) -> FigureRow:
-    """A line of shares in percent, with the interval of the last one as a bar."""
+    """A line of shares in percent; the bar is the interval of the last share."""
     row = _row(name, values, percent_text)
     last, before = values[-1], next((value for value in values[-2::-1] if value), None)
     if not isinstance(last, Estimate) or not math.isfinite(last.low + last.mean + last.high):
@@ -249,11 +249,11 @@ def _share_row(name: str, values: Sequence[Cell]) -> FigureRow:
 def _controls_note(summary: SummaryJson) -> str:
     images = {"another question's image": summary["shuffled_images"], "a blank one": summary["blank_images"]}
     shares = [f"{percent(value)} % right with {name}" for name, value in images.items() if value is not None]
-    return f"The trained model gets {' and '.join(shares)}, from the text without the picture." if shares else ""
+    return f"The trained model gets {' and '.join(shares)}, using only the text of the question." if shares else ""
 
 
 def _phases(curves: Curves) -> FigureTable:
-    """Totals of the phases, longest first; the part of `seconds/step` outside all phases is "other"."""
+    """Total time of each phase, longest first; the part of `seconds/step` outside all phases is "other"."""
     prefix = "seconds/"
     names = [name.removeprefix(prefix) for name in curves.names if name.startswith(prefix)]
     counted = [name for name in names if name not in BESIDE_STEPS]
@@ -276,7 +276,7 @@ def _phases(curves: Curves) -> FigureTable:
 
 
 def _machine(curves: Curves) -> tuple[Stat, ...]:
-    """Peak memory, and throughput and answer length as means over the last tenth of the steps."""
+    """Peak memory; throughput and answer length are means over the last tenth of the steps."""
     peaks = {
         "memory/peak_rss_gib": "peak memory",
         "memory/step_gib": "memory of a step, on the GPU where there is one",

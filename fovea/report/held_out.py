@@ -1,4 +1,4 @@
-"""Answers to held-out rows as JSON for the page, with small pictures of the rows, which a run stores once."""
+"""Answers to held-out rows as JSON for the page, with thumbnails of the rows' images, which a run stores once."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from fovea_gym.utils.files import write_atomically
 from fovea_gym.utils.stored import as_json, from_json, to_json
 
 MAX_ROWS = 1000
-"""Answers of an evaluation that the page gets."""
+"""Maximum number of an evaluation's rows that are sent to the page."""
 MAX_CHARS = 2000
-"""Of a question, a truth or an answer."""
+"""Maximum length of a question, a truth or an answer; longer texts are cut."""
 MAX_EVALUATIONS = 200
-"""Evaluations that the page offers; a run has one per dev reading."""
+"""Maximum number of evaluations that the page offers; every evaluation on the dev rows counts."""
 MAX_PICTURED = 200
-"""Rows of a split whose pictures are stored, and rows of a page of `fovea eval` that have them."""
+"""Maximum number of rows with pictures, in a run folder per split and in a page of `fovea eval`."""
 MAX_PICTURES = 4
-"""Of a row."""
+"""Maximum number of pictures per row."""
 THUMBNAIL_PX = 384
-"""Longer side of a picture, in which a row is recognised; samples of training are stored larger."""
+"""Longer side of a picture, enough to recognise a row; images of training samples are stored larger."""
 
 
 PICTURES = TypeAdapter(dict[str, tuple[ImageName, ...]])
-"""Names of the pictures of rows, by their ids."""
+"""Names of the pictures of each row, by row id."""
 
 
 def evaluations(run_dir: Path) -> list[str]:
-    """Names of the evaluations with answers, the most telling first."""
+    """Names of the evaluations that have stored answers, the most important first."""
     return answer_files(run_dir)[:MAX_EVALUATIONS]
 
 
 def answers_json(run_dir: Path, number: int) -> dict[str, Any]:
-    """The name and the rows of the evaluation with this place in `evaluations`; IndexError where there is none."""
+    """The name and the rows of evaluation `number` in the order of `evaluations`; IndexError if there is none."""
     name = evaluations(run_dir)[number]
     pictures = read_pictures(run_dir, name.partition("-")[0])
     rows = read_answers(run_dir, name, MAX_ROWS)
@@ -57,7 +57,7 @@ def answers_json(run_dir: Path, number: int) -> dict[str, Any]:
 
 
 def row_json(row: AnsweredRow, pictures: Sequence[str]) -> Any:
-    """A row as the page gets it: its texts cut, and its prompt the names of its pictures."""
+    """A row as it is sent to the page: long texts are cut, and the prompt consists of the names of its pictures."""
     images = tuple(RecordedImage(name=name) for name in pictures)
     shown = replace(
         row,
@@ -88,24 +88,24 @@ def _cut(text: str) -> str:
 
 
 def thumbnails(images: Iterable[Image]) -> list[bytes]:
-    """The first images of a row as small PNG files."""
+    """The first images of a row, downscaled to small PNG files."""
     return [png_bytes(image, THUMBNAIL_PX) for _, image in zip(range(MAX_PICTURES), images, strict=False)]
 
 
 def write_pictures(run_dir: Path, split: str, pictures: Mapping[str, Sequence[bytes]]) -> None:
-    """Store the pictures (PNG files) of rows of a split, by the ids of the rows."""
+    """Store the pictures of a split's rows; `pictures` holds PNG files by row id."""
     names = {row: tuple(write_image(run_dir, png) for png in of_row) for row, of_row in pictures.items()}
     write_atomically(_pictures_file(run_dir, split), (to_json(PICTURES, names) + "\n").encode("ascii"))
 
 
 def read_pictures(run_dir: Path, split: str) -> dict[str, tuple[str, ...]]:
-    """Names of the stored pictures by row of a split; empty where it has none."""
+    """Names of the stored pictures of a split, by row id; empty if it has none."""
     path = _pictures_file(run_dir, split)
     try:
         content = read_file(path, within=run_dir)
     except FileNotFoundError:
         return {}
-    return from_json(PICTURES, content, f"{path} names no pictures")
+    return from_json(PICTURES, content, f"{path} does not hold names of pictures")
 
 
 def _pictures_file(run_dir: Path, split: str) -> Path:

@@ -1,4 +1,4 @@
-"""The files of the page: HTML, styles, and one script made of the ES modules, which ship with the package."""
+"""The files of the page: HTML, styles, and one script that is bundled from the ES modules in the package."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ MODULES = (
     "keys.js",
     "main.js",
 )
-"""In an order in which each stands after those that it imports."""
+"""The modules of the page, each after the modules that it imports."""
 SCRIPT = "view.js"
-"""All modules in one: a browser would ask for them one after the other, and from file:// addresses loads none."""
+"""All modules in one file: browsers request modules one after another, and load none from file:// addresses."""
 PAGE_FILES = ("index.html", STYLE, ICON, SCRIPT)
 _TYPES = {"html": "text/html", "css": "text/css", "svg": "image/svg+xml", "js": "text/javascript"}
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./([a-z]+)\.js";$', re.MULTILINE)
@@ -57,7 +57,8 @@ def _shipped(name: str) -> str:
 def _bundled() -> str:
     """All modules as one plain script.
 
-    Each becomes a function that returns what it exports; the last one, which exports nothing and awaits, an async one.
+    Each module becomes a function that returns the module's exports. The last one exports nothing and uses `await`, so
+    it becomes an async function.
     """
     *others, last = MODULES
     return "\n".join(('"use strict";', *map(_as_constant, others), f"(async () => {{\n{_body(last)}}})();\n"))
@@ -69,7 +70,7 @@ def _as_constant(module: str) -> str:
 
 
 def _body(module: str) -> str:
-    """A module without its imports and exports."""
+    """The code of a module without `export`, with its imports turned into constants."""
     imported = _IMPORT.sub(lambda match: f"const {match[1]} = {_constant(match[2])};", _shipped(module))
     return _EXPORT.sub("", imported)
 

@@ -1,4 +1,4 @@
-"""A published result beside the run that follows it: tables and notes of the page, from the run's published.json."""
+"""A published result next to the run that reproduces it: tables and notes of the page, from published.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this TypedDict before Python 3.12
 
 from fovea.evaluation.statistics import percent, percent_text
 from fovea.report.figures import FigureRow, FigureTable, RunSummary
@@ -22,7 +22,7 @@ PUBLISHED_FILE = "published.json"
 
 
 class DifferingSetting(TypedDict):
-    """A setting in which the authors, the recipe and the run differ, each as text; empty where it has none."""
+    """A setting that differs between authors, recipe and run; each value is text, empty if it is not set."""
 
     theirs: str
     recipe: str
@@ -31,16 +31,16 @@ class DifferingSetting(TypedDict):
 
 
 class PublishedJson(TypedDict):
-    """The content of published.json. Accuracies are in 0..1, null where none is published."""
+    """The content of published.json. Accuracies are in 0..1, null if none is published."""
 
     title: str
     source: str
     where: str
-    """File of the authors that has the figure."""
+    """The authors' file that contains the figure."""
     rows: str
     same_rows: bool
     bench: str
-    """Name of the benchmark that the figure, or another one beside it, is on; empty for none."""
+    """Name of the benchmark that this figure, or another published one, was measured on; empty if there is none."""
     before: float | None
     after: float | None
     curve: str
@@ -55,7 +55,7 @@ def write_published(run_dir: Path, published: PublishedJson) -> None:
 
 
 def with_published(shown: RunSummary, summary: SummaryJson | None, run_dir: Path) -> RunSummary:
-    """The summary of a run with the published result, if its folder has one; DataError for a damaged file."""
+    """Add the published result to a run's summary, if the run folder has one; DataError for a damaged file."""
     path = run_dir / PUBLISHED_FILE
     try:
         content = read_file(path, within=run_dir)
@@ -101,7 +101,7 @@ def _notes(published: PublishedJson, ours: Estimate | None, run_dir: Path) -> tu
 
 
 def _verdict(published: PublishedJson, ours: Estimate | None) -> str:
-    """A sentence on how the published figure and this run's interval lie."""
+    """A sentence that compares the published figure with this run's interval."""
     theirs = published["after"]
     if theirs is None:
         return "There is no published figure to compare with."

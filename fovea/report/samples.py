@@ -1,7 +1,7 @@
 """Sample records of a run folder: written per step, and read one step at a time.
 
-samples/step-000050.jsonl holds one record per line, samples/images/<hash>.png each image once, and
-samples/index.jsonl one line per step with the summaries of its records, which lists and filters need.
+samples/step-000050.jsonl holds one record per line, and samples/images/<hash>.png holds each image once.
+samples/index.jsonl holds one line per step with the summaries of its records, which lists and filters need.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _STEP = re.compile(r"[0-9]{6,15}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
-    """Fields of a group's record that filters and lists need, without reading the record."""
+    """The fields of a group that filters and lists need, so that they do not have to read its record."""
 
     kind: str
     row: str
-    """Hash of question, truth and images: equal for the same row in another step or another run."""
+    """Hash of question, truth and images, which identifies the same row in other steps and other runs."""
     rewards: tuple[Number, ...] = ()
     """Reward of each answer."""
     num_truncated: int = 0
@@ -38,7 +38,7 @@ class GroupSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedStep:
-    """The summaries of one step's records, in order."""
+    """The summaries of one step's groups, in the order of its records."""
 
     step: int
     groups: tuple[GroupSummary, ...]
@@ -48,7 +48,7 @@ INDEXED_STEP = TypeAdapter(IndexedStep)
 
 
 def indexed(step: int, records: Sequence[AnsweredRow]) -> IndexedStep:
-    """The entry of a step's records in the index."""
+    """The index entry of a step with these records."""
     return IndexedStep(step=step, groups=tuple(map(_summary, records)))
 
 
@@ -65,7 +65,7 @@ def _summary(record: AnsweredRow) -> GroupSummary:
 
 
 def write_samples(run_dir: Path, step: int, records: Sequence[AnsweredRow]) -> None:
-    """Write the records of one step; records of an earlier attempt at it (before a resume) are replaced."""
+    """Write the records of one step; they replace the records of an earlier attempt (before a resume)."""
     lines = [to_json(ANSWERED_ROW, record) + "\n" for record in records]
     write_atomically(step_path(run_dir, step), "".join(lines).encode())
     with append_to(samples_folder(run_dir) / INDEX_FILE) as index:
@@ -73,7 +73,7 @@ def write_samples(run_dir: Path, step: int, records: Sequence[AnsweredRow]) -> N
 
 
 def drop_samples(run_dir: Path, *, after: int) -> None:
-    """Delete the records of the steps after one, which a run that goes on from there takes anew."""
+    """Delete the records of all steps later than `after`, which a run that resumes there will repeat."""
     for step in sample_steps(run_dir):
         if step > after:
             step_path(run_dir, step).unlink()
@@ -91,27 +91,27 @@ def _is_entry_until(line: bytes, last: int) -> bool:
 
 
 def sample_steps(run_dir: Path) -> list[int]:
-    """Steps with sample records, in ascending order."""
+    """The steps that have sample records, in ascending order."""
     names = (path.stem.removeprefix("step-") for path in samples_folder(run_dir).glob("step-*.jsonl"))
     return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
 
 def read_step(run_dir: Path, step: int) -> tuple[AnsweredRow, ...]:
-    """The records of one step; FileNotFoundError where it has none, DataError where its file holds something else."""
+    """Read the records of one step; FileNotFoundError if it has none, DataError if its file is damaged."""
     path = step_path(run_dir, step)
     content = read_file(path, within=run_dir)
-    # split at "\n" only: str.splitlines would also cut inside a text with a line separator
+    # split at "\n" only: str.splitlines would also split at a line separator inside a text
     lines = filter(None, content.split(b"\n"))
-    return tuple(from_json(ANSWERED_ROW, line, f"{path} holds no sample records") for line in lines)
+    return tuple(from_json(ANSWERED_ROW, line, f"{path} does not hold sample records") for line in lines)
 
 
 def index_line(line: str | bytes) -> IndexedStep:
-    """A line of samples/index.jsonl; DataError for any other."""
+    """Parse a line of samples/index.jsonl; DataError if it is not an index entry."""
     return from_json(INDEXED_STEP, line, f"a line of samples/{INDEX_FILE} is not an entry", "delete that line")
 
 
 def samples_folder(run_dir: Path) -> Path:
-    """The folder of a run's sample records, which a young run does not have."""
+    """The folder of a run's sample records, which does not exist before the first record."""
     return run_dir / "samples"
 
 

@@ -1,4 +1,4 @@
-"""Summary of a finished run: accuracies before and after training, image ablations, wall time."""
+"""The summary of a finished run: accuracies before and after training, image ablations, wall time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this TypedDict before Python 3.12
 
 from fovea.evaluation.statistics import Figures, figures_of
 from fovea.types import Evaluation
@@ -18,12 +18,12 @@ from fovea_gym.utils.files import write_atomically
 from fovea_gym.utils.stored import from_json, to_json
 
 Stage: TypeAlias = Literal["before", "warmup", "final"]
-"""When the test rows are evaluated: before training, after a warm-up, after RL."""
+"""Stage at which the test rows are evaluated: before training, after a warm-up, or after RL."""
 STAGES: tuple[Stage, ...] = ("before", "warmup", "final")
 
 
 class TrainingAccuracy(TypedDict):
-    """Accuracies along a run; null where it had no such evaluation."""
+    """Accuracies at the stages of a run; null for a stage that was not evaluated."""
 
     before: float | None
     warmup: float | None
@@ -31,7 +31,7 @@ class TrainingAccuracy(TypedDict):
 
 
 class TypeAccuracy(TypedDict):
-    """Accuracies of one question type over `n` rows."""
+    """Accuracies on one question type, over `n` rows."""
 
     warmup: float | None
     final: float
@@ -47,7 +47,7 @@ class TrainingSeconds(TypedDict):
 
 
 class FiguresAlongARun(TypedDict):
-    """Figures on the test rows along a run, with intervals; null where it had no such evaluation."""
+    """Figures on the test rows at the stages of a run, with intervals; null for a stage that was not evaluated."""
 
     before: Figures | None
     warmup: Figures | None
@@ -55,7 +55,7 @@ class FiguresAlongARun(TypedDict):
 
 
 class SummaryJson(TypedDict):
-    """The content of summary.json. Accuracies are in 0..1, null where that evaluation was not run."""
+    """The content of summary.json. Accuracies are in 0..1, null if that evaluation was not run."""
 
     accuracy: TrainingAccuracy
     by_type: dict[str, TypeAccuracy]
@@ -73,22 +73,22 @@ class SummaryJson(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Final evaluations and times of a run. Evaluations decode greedily, on the same held-out rows."""
+    """Evaluations and wall times of a finished run. All evaluations decode greedily on the same held-out rows."""
 
     before: Evaluation | None
-    """The initial model."""
+    """Evaluation of the initial model."""
     warmup: Evaluation | None
-    """After the supervised warm-up; None without one."""
+    """Evaluation after the supervised warm-up; None without a warm-up."""
     final: Evaluation
-    """After RL."""
+    """Evaluation after RL."""
     shuffled_images: Evaluation | None
-    """After RL, with every question's images replaced by another question's."""
+    """Evaluation after RL, with every question's images replaced by another question's."""
     blank_images: Evaluation | None
-    """After RL, with every question's images replaced by blank ones."""
+    """Evaluation after RL, with every question's images replaced by blank ones."""
     duplicates_across_splits: int | None
-    """Number of test rows with an image that the training split also has; None where not counted."""
+    """Number of test rows with an image that the training split also has; None if not counted."""
     duplicates_searched_frac: float | None = None
-    """Share of the training rows in which these were looked for; None where not counted."""
+    """Share of the training rows that were searched for duplicates; None if they were not counted."""
     warmup_seconds: float
     rl_seconds: float
     total_seconds: float
@@ -143,32 +143,32 @@ def read_summary(path: Path) -> SummaryJson:
 
 
 def accuracy_at(summary: SummaryJson, stage: Stage) -> Estimate | None:
-    """The accuracy on all test rows at a stage of a run; None where it was not evaluated."""
+    """The accuracy on all test rows at a stage of a run; None if that stage was not evaluated."""
     figures = summary["test"][stage]
     return figures.accuracy if figures else None
 
 
 def by_type_at(summary: SummaryJson, stage: Stage) -> Mapping[str, Estimate]:
-    """The accuracy on the test rows by question type at a stage of a run; empty where it was not evaluated."""
+    """Test accuracy by question type at a stage of a run; empty if that stage was not evaluated."""
     figures = summary["test"][stage]
     return figures.by_type if figures else {}
 
 
 def stages_on_test(summary: SummaryJson) -> dict[str, Figures]:
-    """The figures on the test rows at each stage that was evaluated."""
+    """The figures on the test rows for each stage that was evaluated."""
     before = "before warm-up" if summary["test"]["warmup"] else "before RL"
     kept = {before: summary["test"]["before"], "after warm-up": summary["test"]["warmup"]}
     return {name: figures for name, figures in kept.items() if figures} | {"after RL": summary["test"]["final"]}
 
 
 def not_scored_text(rows: Mapping[str, int]) -> str:
-    """A sentence on the rows without a score, by stage; empty where all have one."""
+    """A sentence with the number of rows without a score at each stage; empty if all rows have one."""
     counts = [f"{number:,} {stage}" for stage, number in rows.items() if number]
     return f"Rows not scored and left out: {', '.join(counts)}." if counts else ""
 
 
 def duplicates_text(shared: int | None, searched_frac: float | None) -> str:
-    """A sentence on the test images that the training split has too; empty where they were not counted."""
+    """A sentence on the test images that also occur in the training split; empty if they were not counted."""
     if shared is None:
         return ""
     searched = (

@@ -1,4 +1,4 @@
-"""Tables of the terminal: the figures of several targets, and the final figures of a run."""
+"""Tables for the terminal: the figures of several evaluated targets, and the final figures of a run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from fovea.types import Evaluation
 from fovea_gym.utils.shown_text import printable
 
 TARGETS_PER_TABLE = 2
-"""Columns of figures in 80 of the terminal, with room for the names of figures and targets."""
+"""Targets that fit side by side into 80 columns of a terminal, next to the names of the figures."""
 FIGURE_WIDTH = 20
-"""Characters of a figure with its interval: `-3.8 [-10.4, +12.2]`."""
+"""Width in characters of a figure with its interval: `-3.8 [-10.4, +12.2]`."""
 
 
 def tables(metrics: Sequence[TargetMetrics], title: str) -> list[Table]:
-    """Tables of all figures with 95 % intervals, 80 columns wide at most; tables without content are left out."""
+    """Tables of all figures with 95 % intervals, at most 80 columns wide; empty tables are left out."""
     made = [_accuracies(metrics, title)]
     if len(metrics) > 1:
         made.append(_differences(metrics))
@@ -75,7 +75,7 @@ def _side_by_side(
     *,
     show: Callable[[Cell], str],
 ) -> list[Table]:
-    """A line for each figure and a column for each target, in tables of a few targets; none without figures."""
+    """Tables with a line per figure and a column per target, TARGETS_PER_TABLE each; none if there are no figures."""
     having = [(each.target, figures) for each in metrics if (figures := figures_of_target(each))]
     labels = {name: name for _, figures in having for name in figures}
     parts = (having[start : start + TARGETS_PER_TABLE] for start in range(0, len(having), TARGETS_PER_TABLE))
@@ -83,7 +83,7 @@ def _side_by_side(
 
 
 def tables_of(summary: Summary) -> list[Table]:
-    """The tables that a run ends with, with the figures of its page; those without content are left out."""
+    """The tables that a run prints at its end, with the same figures as its page; empty tables are left out."""
     rewards = [rendered(table) for table in reward_tables(summary.to_json())]
     return [summary_table(summary), *rewards, *filter(None, [controls_table(summary)])]
 
@@ -97,7 +97,7 @@ def summary_table(summary: Summary) -> Table:
 
 
 def rendered(figures: FigureTable, caption: str = "") -> Table:
-    """A table of the page for the terminal."""
+    """Convert a table of the page into one for the terminal."""
     table = _table(figures.title, caption)
     _columns(table, figures.first, [*figures.columns, "n"])
     for place, row in enumerate(figures.rows):
@@ -108,7 +108,7 @@ def rendered(figures: FigureTable, caption: str = "") -> Table:
 
 
 def controls_table(summary: Summary) -> Table | None:
-    """Image ablation of the trained model, by question type; None where no control was run."""
+    """Image ablation of the trained model, by question type; None if no ablation was run."""
     controls = {"shuffled images": summary.shuffled_images, "blank images": summary.blank_images}
     columns = {"true images": summary.final} | {name: control for name, control in controls.items() if control}
     if len(columns) == 1:
@@ -125,7 +125,7 @@ def controls_table(summary: Summary) -> Table | None:
 
 
 def _by_type(table: Table, columns: Mapping[str, Evaluation], kinds: Iterable[str]) -> Table:
-    """The table with a line for each question type and one for all together."""
+    """Add a line for each question type, and one for all rows, to the table; returns the table."""
     figures = {header: figures_of(evaluation) for header, evaluation in columns.items()}
     of_kinds = [(header, each.by_type) for header, each in figures.items()]
     labels = {kind: kind for kind in kinds}
@@ -147,7 +147,7 @@ def _figures(
     labels: Mapping[str, str],
     show: Callable[[Cell], str],
 ) -> Table:
-    """The table with a line for each label and a column for each set of figures."""
+    """Add a line for each label and a column for each set of figures to the table; returns the table."""
     _columns(table, first, [*(header for header, _ in columns), "n"])
     for name, label in labels.items():
         _add_row(table, label, [figures.get(name) for _, figures in columns], show)
@@ -155,14 +155,14 @@ def _figures(
 
 
 def _columns(table: Table, first: str, others: Sequence[str]) -> None:
-    """Columns of figures as wide as they need to be; long names fold."""
+    """Add columns that are as wide as their figures; long names are folded."""
     table.add_column(first, overflow="fold", min_width=10)
     for header in others:
         table.add_column(Text(header), justify="right", overflow="fold", min_width=min(len(header), FIGURE_WIDTH))
 
 
 def _add_row(table: Table, label: str, figures: Sequence[Cell], show: Callable[[Cell], str]) -> None:
-    """A line of figures, with the number of rows behind them, once where all are of the same number."""
+    """Add a line of figures with their numbers of rows, printed once if all figures have the same number."""
     counts = " / ".join(dict.fromkeys(str(value.n) for value in figures if value is not None))
     table.add_row(Text(printable(label)), *(_styled(show(value)) for value in figures), counts)
 

@@ -1,4 +1,4 @@
-"""A run folder as the page reads it: its curves, the index of its samples, its summary and the facts of its head."""
+"""A run folder as the page reads it: curves, index of samples, summary, and the facts in the page's head."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from fovea.report.summary import SummaryJson, read_summary
 def run_findings(
     columns: Mapping[str, Column], settings: Mapping[str, Any], summary: SummaryJson | None
 ) -> list[Finding]:
-    """The findings of a run; `summary` is None while it goes on."""
+    """The findings about a run; `summary` is None until the run has finished."""
     return find({**columns, **(_image_ablation(summary) if summary else {})}, settings)
 
 
 def _image_ablation(summary: SummaryJson) -> dict[str, Column]:
-    """The accuracy with another question's image, and its share of the accuracy with the right one."""
+    """Columns for `find`: the accuracy with the right image, and the share of it that remains with another image."""
     shuffled, steps = summary["shuffled_images"], [summary["steps"]]
     accuracy = summary["same_kinds"]
     if shuffled is None or not accuracy:
@@ -46,19 +46,19 @@ def _image_ablation(summary: SummaryJson) -> dict[str, Column]:
 
 
 PAGE_SECONDS = 0.25
-"""Seconds that a page waits for a refresh of a run."""
+"""Longest time that a request of the page waits for a run to be refreshed, in seconds."""
 
 
 class ViewedRun:
-    """One run as the page reads it; safe to call from several threads."""
+    """One run as the page reads it; thread-safe."""
 
     def __init__(self, folder: Path, refresh_seconds: float = math.inf) -> None:
-        """Of a long run, reads for about `refresh_seconds` now and with every refresh."""
+        """Each refresh, and the first one here, reads for about `refresh_seconds` at most."""
         self.folder = folder
         self._refresh_seconds = refresh_seconds
         self._curves = Curves(folder)
         self._index = SampleIndex(folder)
-        self._entries: list[str] = []  # as JSON: a page that opens wants all of them at once
+        self._entries: list[str] = []  # stored as JSON: a page that is opened requests all of them at once
         self._lock = Lock()
         self._config: str | None = None
         self._head, self._pairs = dict[str, Any](), list[list[str]]()
@@ -67,7 +67,7 @@ class ViewedRun:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what the run has written since the last time."""
+        """Read what the run has written since the last refresh."""
         with self._lock:
             self._curves.refresh(self._refresh_seconds)
             self._index.refresh()
@@ -75,7 +75,7 @@ class ViewedRun:
             self._entries += [json.dumps(entry_json(entry), allow_nan=False) for entry in new]
 
     def facts(self) -> dict[str, Any]:
-        """Name, progress, names of metrics and evaluations, the index's size, and remarks."""
+        """The run's name, progress, hints and findings, names of metrics and evaluations, and size of the index."""
         with self._lock:
             return {
                 **self._settings(),
@@ -98,43 +98,43 @@ class ViewedRun:
             }
 
     def findings(self) -> list[Finding]:
-        """Why the run collapsed or does not move; empty for one that goes well."""
+        """Why the run collapsed or does not learn; empty if it goes well."""
         with self._lock:
             self._settings()
             return self._findings()
 
     def summary(self) -> dict[str, Any]:
-        """Figures with intervals on held-out rows, or rewards so far; time and memory."""
+        """Figures with intervals on held-out rows, or before the end the rewards so far; time and memory."""
         with self._lock:
             summary = self._summary()
             return asdict(with_published(run_summary(summary, self._curves), summary, self.folder))
 
     def curve(self, number: int) -> dict[str, Any]:
-        """The curve of the metric with this place in `facts()["metrics"]`; IndexError where there is none."""
+        """The curve of metric `number` in `facts()["metrics"]`; IndexError if there is none."""
         with self._lock:
             name = self._curves.names[number]
             return curve_json(name, self._curves.curve(name))
 
     def totals(self, number: int) -> dict[str, Any]:
-        """Seconds (0) or completion tokens (1) up to each step; IndexError for another number."""
+        """Total seconds (0) or completion tokens (1) up to each step; IndexError for another number."""
         with self._lock:
             return totals_json(self._curves.totals(get_args(Total)[number]))
 
     def entries(self, after: int) -> str:
-        """The entries of the index after the first `after` ones, as a JSON list of `entry_json`."""
+        """The index entries without the first `after` ones, as a JSON list of `entry_json`."""
         with self._lock:
             return f"[{','.join(self._entries[after:])}]"
 
     def records(self, step: int) -> tuple[AnsweredRow, ...]:
-        """The groups of a step; FileNotFoundError where it has none, DataError where its file is damaged."""
+        """The groups of a step; FileNotFoundError if it has none, DataError if its file is damaged."""
         return read_step(self.folder, step)
 
     def step(self, step: int) -> dict[str, Any]:
-        """The groups of a step for the page; errors as of `records`."""
+        """The groups of a step as JSON for the page; raises the same errors as `records`."""
         return step_json(step, self.records(step))
 
     def answers(self, number: int) -> dict[str, Any]:
-        """Held-out answers of the evaluation with this place in `facts()["evaluations"]`; errors as of `step`."""
+        """Held-out answers of evaluation `number` in `facts()["evaluations"]`; IndexError if there is none."""
         return answers_json(self.folder, number)
 
     def settings_and_console(self) -> dict[str, Any]:
@@ -149,16 +149,16 @@ class ViewedRun:
 
     def _findings(self) -> list[Finding]:
         if self._curves.share_read < 1:
-            return []  # the steps that were read are not the newest
+            return []  # the newest steps have not been read yet
         key = (self._curves.last_step, self._config, (self.folder / SUMMARY_FILE).exists())
-        if key != self._found[0]:  # a page asks every two seconds
+        if key != self._found[0]:  # cached: an open page asks every two seconds
             self._found = key, run_findings(self._curves.columns, self._yaml, self._summary())
         return self._found[1]
 
     def _settings(self) -> dict[str, Any]:
-        """Settings that the page shows; a resume may change them, and a run that failed early has none."""
+        """The facts that come from the settings; a resume may change them, and a run that failed early has none."""
         config = read_config(self.folder) if (self.folder / CONFIG_FILE).exists() else ""
-        if config != self._config:  # parsing YAML takes longer than all the rest
+        if config != self._config:  # cached: parsing YAML takes longer than the rest of a poll
             settings = read_yaml(config, CONFIG_FILE) if config else {}
             self._yaml = settings if isinstance(settings, dict) else {}
             self._head = {"about": about(self.folder, config), "max_steps": max_steps_of(settings)}

@@ -1,4 +1,4 @@
-"""The web application of `fovea view FOLDER` for a folder of runs: their list, and the page of each or of several."""
+"""The web application of `fovea view FOLDER` for a folder of runs: a list of runs, and pages of one or several."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fovea.view.server import HEADERS, page, run_routes, secured
 
 LIST_FILE = "runs.html.j2"
 MAX_OPEN = 16
-"""Pages whose runs stay in memory."""
+"""Maximum number of pages whose runs stay in memory."""
 _POLICY = "content-security-policy"
 
 
 def make_list_app(folder: Path) -> Starlette:
-    """The application that lists the runs of a folder."""
+    """Create the application that lists the runs of a folder."""
     templates = Environment(autoescape=True, undefined=StrictUndefined)
     templates.filters |= {"quoted": lambda name: quote(name, safe=""), "time": _time}
     template = templates.from_string(files("fovea.view").joinpath(LIST_FILE).read_text(encoding="utf-8"))
@@ -55,7 +55,7 @@ def _time(seconds: float) -> str:
 
 
 class _Pages:
-    """The page of a run, or of several whose names are joined by commas; the newest MAX_OPEN stay open."""
+    """Serves the page of a run, or of several runs joined by commas; the newest MAX_OPEN pages stay in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -71,7 +71,7 @@ class _Pages:
         return self._open[names]
 
     def _folders(self, names: str) -> list[Path]:
-        """Folders of the runs, which are among those that the list has."""
+        """Folders of the named runs; HTTP 404 for a run that the list does not contain."""
         known = run_folders(self._folder)
         wanted = [names] if names in known else names.split(",")
         missing = [name for name in wanted if name not in known]

@@ -1,4 +1,4 @@
-"""The runs of a folder with state, steps, newest reward and accuracy, read from the ends of their files."""
+"""The runs in a folder with state, steps, latest reward and accuracy, read from the ends of their files."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fovea_gym.utils.bounded import open_file
 
 MAX_RUNS = 500
 TAIL_BYTES = 256 * 1024
-"""The end of metrics.jsonl that is read: about a hundred steps, with the dev readings among them."""
+"""Bytes read from the end of metrics.jsonl: about a hundred steps, with their evaluations on the dev rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
-    """A line of the list; empty texts for what is not known."""
+    """A line of the list; unknown texts are empty and unknown numbers NaN or None."""
 
     name: str
     state: str
     changed: float
-    """Time of the newest step, or of the settings before the first one, in seconds since the epoch."""
+    """Time of the newest step, or of config.yaml before the first step, in seconds since the epoch."""
     step: int = 0
     max_steps: int | None = None
     reward: float = math.nan
@@ -37,18 +37,18 @@ class ListedRun:
 
 
 def run_folders(folder: Path) -> dict[str, Path]:
-    """The run folders in a folder by name; links, such as `latest`, are left out."""
+    """The run folders in a folder, by name; symbolic links such as `latest` are left out."""
     found = (config.parent for config in folder.glob(f"*/{CONFIG_FILE}") if config.is_file())
     return {run.name: run for run in sorted(found) if not run.is_symlink()}
 
 
 def is_folder_of_runs(folder: Path) -> bool:
-    """True if a folder is not a run itself and has some in it."""
+    """True if a folder contains run folders and is not one itself."""
     return not (folder / CONFIG_FILE).is_file() and bool(run_folders(folder))
 
 
 def listed_runs(folder: Path) -> list[ListedRun]:
-    """The runs of a folder, at most MAX_RUNS of them, the one with the newest step first."""
+    """The runs of a folder, at most MAX_RUNS, sorted by the time of their newest step, latest first."""
     runs = sorted(run_folders(folder).values(), key=_changed, reverse=True)
     return [_listed(run) for run in runs[:MAX_RUNS]]
 
@@ -66,7 +66,7 @@ def _listed(run: Path) -> ListedRun:
             reward=rows[-1].get("reward", math.nan) if rows else math.nan,
             accuracy=_accuracy(run, rows),
         )
-    except (FoveaError, OSError) as error:  # one damaged run must not hide the others
+    except (FoveaError, OSError) as error:  # a damaged run must not hide the others
         return ListedRun(name=run.name, state=f"cannot be read: {error}", changed=_changed(run))
 
 
@@ -87,7 +87,7 @@ def _state(run: Path) -> str:
 
 
 def _last_metrics(run: Path) -> list[Mapping[str, float]]:
-    """The newest complete lines of metrics.jsonl."""
+    """Read the newest complete lines of metrics.jsonl."""
     path = run / METRICS_FILE
     try:
         with open_file(path, within=run) as file:
@@ -96,13 +96,13 @@ def _last_metrics(run: Path) -> list[Mapping[str, float]]:
             content = file.read(TAIL_BYTES)
     except FileNotFoundError:
         return []
-    lines = content.decode("utf-8", errors="replace").split("\n")[:-1]  # the last is empty, or being written
+    lines = content.decode("utf-8", errors="replace").split("\n")[:-1]  # the last one is empty or still being written
     whole = lines if size <= TAIL_BYTES else lines[1:]
     return [parse_metrics(line, where=f"a line of {path}") for line in whole]
 
 
 def _accuracy(run: Path, rows: list[Mapping[str, float]]) -> str:
-    """The final accuracy on the test rows, else that of the newest dev reading."""
+    """The final accuracy on the test rows, else the accuracy of the newest evaluation on the dev rows."""
     if (run / SUMMARY_FILE).exists() and (final := accuracy_at(read_summary(run / SUMMARY_FILE), "final")):
         return f"test {percent_text(final)} %"
     of_dev = [row["accuracy/dev"] for row in rows if "accuracy/dev" in row]

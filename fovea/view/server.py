@@ -1,4 +1,4 @@
-"""The server of `fovea view`, on this machine's own address only."""
+"""The server of `fovea view`, which listens on the loopback address only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fovea_gym.errors import ConfigError, FoveaError
 
 Endpoint: TypeAlias = Callable[[Request], Response]
 HOSTS = ("127.0.0.1", "localhost")
-"""Host headers that are answered. A page of another site that points its own name at this machine sends that name."""
+"""Accepted Host headers. A foreign site that resolves its own name to this machine (DNS rebinding) sends that name."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -40,7 +40,7 @@ HEADERS = {
 
 
 class _Number(IntegerConvertor):
-    """Numbers of a path, of so many digits that Python reads them all."""
+    """Matches numbers in a path, with at most 15 digits: Python refuses to parse thousands of digits."""
 
     regex = "[0-9]{1,15}"
 
@@ -56,16 +56,16 @@ OF_A_RUN: Mapping[str, Callable[[ViewedRun, int], Any]] = {
     "about": lambda run, _: run.settings_and_console(),
     "summary": lambda run, _: run.summary(),
 }
-"""Answers about one run by the first word of their path, which a number of the run and another one follow."""
+"""Replies about one run, by the first word of their path; the run's number and another number follow in the path."""
 
 
 def make_app(runs: Sequence[ViewedRun]) -> Starlette:
-    """The application that shows these runs."""
+    """Create the application that shows these runs."""
     return secured(run_routes(runs))
 
 
 def secured(routes: Sequence[BaseRoute]) -> Starlette:
-    """An application for this machine only, with HEADERS on every answer."""
+    """Create an application that accepts requests to HOSTS only and sets HEADERS on every response."""
     return Starlette(
         routes=routes,
         middleware=[
@@ -77,7 +77,7 @@ def secured(routes: Sequence[BaseRoute]) -> Starlette:
 
 
 def run_routes(runs: Sequence[ViewedRun]) -> list[BaseRoute]:
-    """The page of these runs, and what it asks for."""
+    """Routes for the page of these runs and for the data that it requests."""
 
     def run_of(request: Request) -> ViewedRun:
         number: int = request.path_params["run"]
@@ -102,7 +102,7 @@ def run_routes(runs: Sequence[ViewedRun]) -> list[BaseRoute]:
     def image(request: Request) -> Response:
         png = read_image(run_of(request).folder, request.path_params["name"])
         if png is None:
-            raise HTTPException(404, "this image is gone from samples/images")
+            raise HTTPException(404, "this image was deleted from samples/images")
         return Response(png, media_type="image/png")
 
     return [
@@ -116,20 +116,20 @@ def run_routes(runs: Sequence[ViewedRun]) -> list[BaseRoute]:
 
 
 def page(name: str) -> Response:
-    """A file of the page; 404 for another name."""
+    """Serve a file of the page; HTTP 404 for another name."""
     if name not in PAGE_FILES:
         raise HTTPException(404, f"no page {name}")
     return Response(page_file(name), media_type=media_type(name))
 
 
 def _found(endpoint: Endpoint) -> Endpoint:
-    """The endpoint with 404 for what a run does not hold (any more)."""
+    """Wrap an endpoint so that it responds with HTTP 404 for data that a run does not hold (any more)."""
 
     def answer(request: Request) -> Response:
         try:
             return endpoint(request)
         except FoveaError:
-            raise  # a damaged file, which is there
+            raise  # the file exists but is damaged
         except (FileNotFoundError, IndexError, ValueError) as error:
             raise HTTPException(404, f"nothing at {request.url.path}: {error}") from error
 
@@ -137,7 +137,7 @@ def _found(endpoint: Endpoint) -> Endpoint:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    # ASCII, and not starlette's UTF-8, which cannot encode the lone surrogates of a data set
+    # ASCII instead of starlette's UTF-8, which cannot encode lone surrogates that a data set may hold
     return _json_text(json.dumps(value, allow_nan=False), status)
 
 
@@ -146,14 +146,14 @@ def _json_text(text: str, status: int = 200) -> Response:
 
 
 def _as_json(_request: Request, error: Exception) -> Response:
-    """An error as the page shows it: a damaged file of the run folder is not a fault of the server."""
+    """An error as JSON for the page: HTTP 422 for a damaged run folder, which is not a fault of the server."""
     status = error.status_code if isinstance(error, HTTPException) else 422
     text = error.detail if isinstance(error, HTTPException) else str(error)
     return _json({"error": text}, status)
 
 
 class _SetHeaders:
-    """Middleware that sets HEADERS on every answer, those that it does not have itself."""
+    """Middleware that adds HEADERS to every response, without replacing headers that it already has."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -161,7 +161,7 @@ class _SetHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = {name for name, _ in message["headers"]}  # the list of runs has another policy
+                given = {name for name, _ in message["headers"]}  # the list of runs sets its own policy
                 pairs = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
                 added = [pair for pair in pairs if pair[0] not in given]
                 message = {**message, "headers": [*message["headers"], *added]}
@@ -174,9 +174,9 @@ HEADER_SECONDS = 5.0
 
 
 class TimedHeaders(H11Protocol):
-    """A connection that is closed where a request has not begun or its headers are not complete for HEADER_SECONDS.
+    """A connection that is closed if HEADER_SECONDS pass without complete request headers.
 
-    uvicorn itself has a limit between two requests only: connections that send nothing would use up all open files.
+    uvicorn's own timeout starts only after a first request: connections that send nothing would use up all open files.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -193,25 +193,23 @@ class TimedHeaders(H11Protocol):
 
 
 def serve(app: ASGIApp, port: int, say: Callable[[str], None]) -> None:
-    """Serve a page until Ctrl-C; `say` gets its address. Port 0 takes any that is free.
+    """Serve the page until Ctrl-C and pass its address to `say`. Port 0 stands for any free port.
 
-    ConfigError where the port is taken.
+    Raises ConfigError if the port is taken.
     """
-    # asyncio turns Nagle's algorithm off only for TCP connections; with it, most answers wait 40 ms for an ACK
+    # IPPROTO_TCP lets asyncio turn off Nagle's algorithm, with which most responses would wait 40 ms for an ACK
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((HOSTS[0], port))
-            listener.listen()  # who opens the address at once waits, and is not refused
+            listener.listen()  # listen first: a browser that opens the address at once waits instead of being refused
         except OSError as error:
-            raise ConfigError(
-                f"--port {port}: {error.strerror}; give another one, or 0 for any that is free"
-            ) from error
+            raise ConfigError(f"--port {port}: {error.strerror}; give another port, or 0 for any free port") from error
         say(f"http://{HOSTS[0]}:{listener.getsockname()[1]}/")
         config = uvicorn.Config(app, http=TimedHeaders, log_level="warning", access_log=False)
         server = uvicorn.Server(config)
         try:
             server.run(sockets=[listener])
         except KeyboardInterrupt:
-            return  # uvicorn raises the signal again that has ended it
+            return  # uvicorn raises the signal that stopped it again

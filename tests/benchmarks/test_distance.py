@@ -42,13 +42,13 @@ def test_of_several_ways_the_shortest_is_counted() -> None:
 def test_a_name_that_is_gone_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outside = given(made=(STEP, ("a.py", "made")), used=(("b.py", "used"),))
     assert way(outside, "made", "used") == (
-        "GONE: used does not run below take_step; name its successor in WAYS",
+        "GONE: used does not run within take_step; put its successor into WAYS",
         [],
     )
     assert way(outside, "renamed", "made")[0].startswith("GONE: renamed does")
     (tmp_path / "needed.txt").write_text("fovea/loop.py\nfovea/renamed.py\n")
     monkeypatch.setattr(distance, "NEEDED", tmp_path / "needed.txt")
-    assert needed(["fovea/loop.py"]) == ("GONE: fovea/renamed.py; name their successors in needed.txt", [])
+    assert needed(["fovea/loop.py"]) == ("GONE: fovea/renamed.py; put their successors into needed.txt", [])
 
 
 def test_all_distances_of_the_tree_are_counted_and_the_list_of_the_page_is_true(

@@ -151,5 +151,8 @@ def test_a_fault_is_in_the_copy_within_the_block_only(tmp_path: Path) -> None:
         assert (tmp_path / "code.py").read_text() == "a = 2\n"
     assert (tmp_path / "code.py").read_text() == "a = 1\n"
     (tmp_path / "code.py").write_text("a = b = 1, 1\n")
-    with pytest.raises(ValueError, match=r"code\.py has 2 times: 1"), put_back(tmp_path, fault):
+    with (
+        pytest.raises(ValueError, match=r"code\.py contains this 2 times instead of once: 1"),
+        put_back(tmp_path, fault),
+    ):
         pass

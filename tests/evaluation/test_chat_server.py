@@ -131,7 +131,7 @@ def test_a_server_that_hangs_is_asked_again(started: Callable[..., Endpoint]) ->
 
 def test_a_refused_request_is_a_bad_row_and_is_not_repeated(started: Callable[..., Endpoint]) -> None:
     endpoint = started((400, b"too long"))
-    with pytest.raises(BadRowError, match="test/0: the server refuses it: status 400"):
+    with pytest.raises(BadRowError, match="test/0: the server refuses the request: status 400"):
         ask(endpoint, BanditEnvironment(), size=1)
     assert len(endpoint.requests) == 1
 
@@ -145,7 +145,7 @@ def test_several_answers_are_sampled_and_seeded_row_by_row(started: Callable[...
         (3, 0.7, 0.9, 5)
     }
     assert len({sent["seed"] for sent in endpoint.requests}) == 2
-    with pytest.raises(EngineError, match="gave 3 answers where 2 were asked for"):
+    with pytest.raises(EngineError, match="sent 3 answers, but 2 were requested"):
         ask(endpoint, BanditEnvironment(), size=1, sampling=sampling, n=2)
 
 

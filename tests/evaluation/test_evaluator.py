@@ -206,5 +206,5 @@ def test_an_evaluation_in_which_nothing_is_scored_is_an_error() -> None:
         def score(self, task: Task, turns: Sequence[Turn]) -> Score:
             raise UnscoredError("away")
 
-    with pytest.raises(ScoreError, match=r"none of the 10 held-out rows could be scored, the last one: test/9: away"):
+    with pytest.raises(ScoreError, match=r"none of the 10 held-out rows could be scored; the last one: test/9: away"):
         wait_for(evaluator_of(Unscored()).evaluate(source_of(BanditEnvironment().tasks("test")), 10))

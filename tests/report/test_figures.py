@@ -53,7 +53,7 @@ def test_headline_types_and_notes(tmp_path: Path) -> None:
     low, mean, high = table["rows"][0]["bar"]
     assert (round(low, 3), mean, round(high, 3), table["rows"][0]["before"]) == (0.490, 0.8, 0.943, 0.4)
     assert shown["notes"] == (
-        "The trained model gets 33.3 % right with another question's image, from the text without the picture.",
+        "The trained model gets 33.3 % right with another question's image, using only the text of the question.",
         "Test images found in the training split: 2.",
     )
 

@@ -84,7 +84,7 @@ def test_damaged_answers_are_named(client: TestClient, folder: Path, content: st
     (folder / "answers" / "test-final.jsonl").write_bytes(content.encode("utf-8", "surrogatepass"))
     answer = client.get("/data/answers/0/0")
     assert answer.status_code == 422
-    assert "test-final.jsonl holds no answers" in answer.json()["error"]
+    assert "test-final.jsonl does not hold answers" in answer.json()["error"]
 
 
 @pytest.mark.parametrize("name", ["answers/test-final.jsonl", "console.txt"])
@@ -120,7 +120,7 @@ def test_damaged_names_of_pictures_are_named(client: TestClient, folder: Path, c
     (folder / "answers" / "pictures-test.json").write_text(content)
     answer = client.get("/data/answers/0/0")
     assert answer.status_code == 422
-    assert "pictures-test.json names no pictures" in answer.json()["error"]
+    assert "pictures-test.json does not hold names of pictures" in answer.json()["error"]
 
 
 def test_turns_of_an_answer_are_kept(client: TestClient, folder: Path) -> None:
@@ -181,7 +181,7 @@ def test_settings_of_a_stranger_are_shown_as_far_as_can_be(client: TestClient, f
     )
     assert facts(client)["max_steps"] is None
     settings = dict(client.get("/data/about/0/0").json()["settings"])
-    assert settings["a.b"] == "a number of thousands of digits"
+    assert settings["a.b"] == "a number with thousands of digits"
     assert len(settings["a.c"]) < 2100
 
 

@@ -133,7 +133,7 @@ def test_an_image_name_cannot_lead_out_of_the_run_folder(tmp_path: Path) -> None
     write_samples(tmp_path, 1, [record()])
     path = tmp_path / "samples" / "step-000001.jsonl"
     path.write_text(path.read_text().replace(FIRST, "../../secret"))
-    with pytest.raises(DataError, match=r"step-000001\.jsonl holds no sample records \(.*'\.\./\.\./secret'"):
+    with pytest.raises(DataError, match=r"step-000001\.jsonl does not hold sample records \(.*'\.\./\.\./secret'"):
         read_step(tmp_path, 1)
 
 
@@ -141,7 +141,7 @@ def test_per_token_values_of_another_length_are_refused(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, [record()])
     path = tmp_path / "samples" / "step-000001.jsonl"
     path.write_text(path.read_text().replace("[-0.5, -0.26]", "[-0.5]"))
-    with pytest.raises(DataError, match="values of 2, 1 and 2 tokens for 2"):
+    with pytest.raises(DataError, match="2 tokens have 2 engine log-probs, 1 trainer"):
         read_step(tmp_path, 1)
 
 
@@ -173,5 +173,5 @@ def test_the_index_has_a_summary_of_every_group(tmp_path: Path) -> None:
 def test_a_foreign_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step-000001.jsonl").write_text(content)
-    with pytest.raises(DataError, match=r"step-000001\.jsonl holds no sample records"):
+    with pytest.raises(DataError, match=r"step-000001\.jsonl does not hold sample records"):
         read_step(tmp_path, 1)

@@ -155,7 +155,7 @@ def test_a_damaged_step_is_named(client: TestClient, folder: Path) -> None:
     (folder / "samples" / "step-000002.jsonl").write_text("<script>\n")
     answer = client.get("/data/step/0/2")
     assert answer.status_code == 422
-    assert "step-000002.jsonl holds no sample records" in answer.json()["error"]
+    assert "step-000002.jsonl does not hold sample records" in answer.json()["error"]
     assert answer.headers["content-type"] == "application/json"
 
 

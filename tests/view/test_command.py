@@ -44,8 +44,8 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
         write_run(tmp_path / f"run{number}")
     inside = ", ".join(f"{tmp_path}/run{number}" for number in range(4))
     exported = view(str(tmp_path), "--export", str(tmp_path / "out.html"))
-    assert f"not a run folder: no config.yaml in it; give one of those in it: {inside}, ..." in exported.stderr
-    assert "config.yaml: a file, no run folder; give" in view(str(tmp_path / "run0" / "config.yaml")).stderr
+    assert f"not a run folder: no config.yaml in it; give a run in it: {inside}, ..." in exported.stderr
+    assert "config.yaml: a file, not a run folder; give" in view(str(tmp_path / "run0" / "config.yaml")).stderr
 
 
 def test_a_folder_of_runs_is_served_as_a_list(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         result = view(str(run), "--port", str(port))
     assert result.exit_code == 2
     assert f"error: --port {port}: " in result.stderr
-    assert "give another one, or 0 for any that is free" in result.stderr
+    assert "give another port, or 0 for any free port" in result.stderr
 
 
 REQUEST = b"GET /data/runs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"

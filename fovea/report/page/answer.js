@@ -5,10 +5,10 @@ import { heated } from "./heat.js";
 import { picture } from "./marks.js";
 import { shown, signed, whole } from "./numbers.js";
 
-export const RIGHT = 0.5; // accuracy from which an answer counts as correct, as in the reports
+export const RIGHT = 0.5; // least accuracy of a correct answer, as in the reports
 const ENDS = { max_turns: "ended at the limit of turns", max_tokens: "ended at the limit of tokens" };
 
-/** The card of answer `number`, of the run with this place; `firstImage` is the number of the first image after the prompt, `label` stands before its figures. */
+/** The card of an answer. `firstImage` is the number of the first image after the prompt; `label` is shown before the figures. */
 export function answerCard(run, answer, number, { heat, scale, firstImage, onToken, repeats, label }) {
   const { turns } = answer;
   const marks = answer.marks.map((mark) => [number, mark]);
@@ -25,7 +25,7 @@ export function answerCard(run, answer, number, { heat, scale, firstImage, onTok
     scoreLine(answer, label, turns, repeats), shownTurns);
 }
 
-/** A message of the environment, such as the result of a tool, with its pictures in their place; `seconds` are those of the reply, shown from 0.1 on. */
+/** A message of the environment, such as a tool's result, with its pictures; `seconds` is the time of the reply, shown from 0.1 s on. */
 function observation(message, seconds, pictureOf) {
   const isResult = message.role === "tool";
   return element("div", { class: `message${isResult ? " result" : ""}${message.failed ? " failed" : ""}` },
@@ -36,7 +36,7 @@ function observation(message, seconds, pictureOf) {
     message.parts.map((part) => (typeof part === "string" ? words(part) : pictureOf(part))));
 }
 
-/** The figures of one of several turns, above the words of the model. */
+/** The figures of a turn, shown above the model's text if an answer has several turns. */
 function turnLine(turn, number) {
   return element("p", { class: "soft from" },
     element("span", {}, `model · turn ${whole(number)}`),
@@ -52,13 +52,13 @@ function turnText(turn, heat, scale, onToken) {
   return words(turn.text || "(nothing)");
 }
 
-/** The text after the recorded tokens, of an answer longer than the recorded ones. */
+/** The text after the recorded tokens, for an answer of which not all tokens were recorded. */
 function textAfter(turn) {
   const recorded = turn.tokens.pieces.join("");
   return turn.text.startsWith(recorded) ? turn.text.slice(recorded.length) : "";
 }
 
-/** The figures of an answer; parts of the reward that repeat another one in the whole run are left out. */
+/** The figures of an answer; parts of the reward that equal another part in the whole run are left out. */
 function scoreLine(answer, label, turns, repeats) {
   const advantages = turns.flatMap((turn) => turn.tokens?.advantages ?? []);
   const [least, most] = advantages.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);

@@ -1,12 +1,12 @@
-// The x axis of all charts: steps, or the time or the tokens that a run has taken until a step.
+// The x axis of all charts: steps, or the time or the tokens that a run has used up to a step.
 
 import { short, whole } from "./numbers.js";
 import { load } from "./source.js";
 
 export const AXES = { step: "step", seconds: "time", tokens: "tokens" };
-const UNITS = [[7200, 3600, "h"], [120, 60, "min"], [0, 1, "s"]]; // from so many seconds on, in so many of them
+const UNITS = [[7200, 3600, "h"], [120, 60, "min"], [0, 1, "s"]]; // [used from this many seconds, seconds per unit, unit]
 
-/** The axis of this kind over some runs: `first` and `last` of it, `at(run, step)`, and the label of a place on it. */
+/** The axis of this kind for some runs: its `first` and `last` value, `at(run, step)`, and labels of its values. */
 export async function axisOf(kind, runs) {
   const lastSteps = runs.map((run) => run.step);
   if (kind === "step") {
@@ -23,7 +23,7 @@ export async function axisOf(kind, runs) {
   };
 }
 
-/** The total at a step, by a line between those before and after it; NaN where none is known. */
+/** The total at a step, interpolated linearly between known totals; NaN if there are none. */
 function between({ step: steps, total }, step) {
   if (!steps.length) return NaN;
   const after = steps.findIndex((each) => each >= step);

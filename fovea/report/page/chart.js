@@ -1,15 +1,15 @@
-// One metric, a line per run. The mean of each point is the line, least and greatest value are its band.
+// A chart of one metric with a line per run. The line joins the means of the points; its band spans least and greatest values.
 
 import { drawing, element } from "./dom.js";
 import { logTicks, short, shown, ticks, whole } from "./numbers.js";
 
 const HEIGHT = 150;
 const MARGIN = { top: 8, right: 10, bottom: 20, left: 56 };
-const LABEL_PX = 24; // half of the widest label of the x axis
+const LABEL_PX = 24; // half the width of the widest label of the x axis
 
 /**
- * A chart; `draw(curves, axis, look)` takes one curve per run or null, the x axis, and `{ log, smoothing }`.
- * `point(x)` marks a place, `onPoint` gets one, `onPick` a step.
+ * A chart; `draw(curves, axis, look)` takes a curve or null for each run, the x axis, and `{ log, smoothing }`.
+ * `point(x)` marks a value of x, `onPoint` is called with the x under the mouse, `onPick` with the clicked step.
  */
 export function chart(name, { onPoint, onPick }) {
   const value = element("output", {});
@@ -49,7 +49,7 @@ export function chart(name, { onPoint, onPick }) {
     });
   }
 
-  /** The step at a place: that of the nearest point of a curve where the axis has no steps. */
+  /** Call `onPick` with the step at x; on an axis of time or tokens, with the step of the nearest point of a curve. */
   function pick(x) {
     onPick(axis.kind === "step" ? x : Math.round(nearest(curves.find((curve) => curve && curve.x.length), x).step));
   }
@@ -71,19 +71,19 @@ export function chart(name, { onPoint, onPick }) {
   return { root, draw, point };
 }
 
-/** The curve with the place of each point on the x axis; without points where that is not known. */
+/** The curve with the x value of each point; without points if their x values are not known. */
 function placed(curve, run, axis) {
   const x = curve.step.map((step) => axis.at(run, step));
   return { ...curve, x: x.some(Number.isNaN) ? [] : x };
 }
 
-/** All charts of a page have one x axis; a log scale leaves out what is not above 0. */
+/** The scales of a chart. All charts of a page share one x axis; a log scale leaves out values that are not above 0. */
 function scaleOf(curves, axis, isLog, width) {
   const drawn = curves.filter((curve) => curve && curve.x.length);
   const has = (number) => !isLog || number > 0;
   const all = (name) => drawn.flatMap((curve) => (curve[name].length ? curve[name] : curve.mean)).filter(has);
   let [low, high] = [Math.min(...all("low"), ...all("mean")), Math.max(...all("high"))];
-  if (low > high) return null; // there is none
+  if (low > high) return null; // no curve has a value
   if (low === high) [low, high] = isLog ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
   const [left, right] = [MARGIN.left, width - MARGIN.right];
   const [bottom, top] = [HEIGHT - MARGIN.bottom, MARGIN.top];
@@ -132,7 +132,7 @@ function lines(curve, run, scale, smoothing) {
   return [...band, ...(smoothing ? line(curve.mean, " faded") : []), ...line(values, ""), ...dots];
 }
 
-/** Places of the points that one line joins: no line crosses steps in which a metric of otherwise regular steps is missing. */
+/** Groups of points that are joined by a line: where a metric is missing at some steps, the line is interrupted. */
 function spansOf(steps) {
   const widths = steps.slice(1).map((step, place) => step - steps[place]);
   const usual = [...widths].sort((one, other) => one - other)[Math.floor(widths.length / 2)];
@@ -141,7 +141,7 @@ function spansOf(steps) {
   return spans;
 }
 
-/** The exponential moving average, without the bias of its start; `weight` is that of what came before. */
+/** The exponential moving average with bias correction; `weight` is the weight of the earlier values. */
 function smoothed(values, weight) {
   let [sum, weights] = [0, 0];
   return values.map((value) => {
@@ -154,9 +154,9 @@ function last(curve) {
   return curve && curve.x.length ? pointOf(curve, curve.x.length - 1) : null;
 }
 
-/** The step of a value that is not of its run's newest one: not every metric is measured in every step. */
+/** The step of a value, if it is older than its run's newest step: not every metric is measured at every step. */
 function when(at, lastStep) {
-  const isOld = at && lastStep - at.step > lastStep / 100; // the last of many points is a mean of several steps
+  const isOld = at && lastStep - at.step > lastStep / 100; // the last point may be a mean over several steps
   return isOld ? element("small", { class: "soft" }, ` at ${whole(at.step)}`) : "";
 }
 

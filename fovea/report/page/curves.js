@@ -1,4 +1,4 @@
-// The page of curves: an overview, all metrics by their first word, and a search among them.
+// The page of curves: an overview, all metrics grouped by their first word, and a search.
 
 import { goTo, numberOf, readAddress } from "./address.js";
 import { AXES, axisOf } from "./axis.js";
@@ -14,9 +14,9 @@ const MAX_PARTS = 6;
 const MAX_FOUND = 30;
 const MAX_SMOOTHING = 0.99;
 
-/** The page; `refresh(runs)` takes the newest facts, `draw()` loads and draws the open charts. */
+/** The page; `refresh(runs)` updates the facts about the runs, `draw()` loads and draws the open charts. */
 export function curvesPage() {
-  const charts = new Map(); // by title and name: a metric of the overview has another chart in its section
+  const charts = new Map(); // by title and name: a metric has one chart in the overview and another in its section
   const opened = new Set(["Overview"]);
   const found = element("div", { class: "charts" });
   const sections = element("div", {});
@@ -32,13 +32,13 @@ export function curvesPage() {
   let runs = [];
   let names = "";
   let axis = null;
-  addEventListener("hashchange", () => onPoint(null)); // a chart that leaves the page is not told that the mouse left it
+  addEventListener("hashchange", () => onPoint(null)); // a chart that is removed from the page gets no event when the mouse leaves it
 
   function metrics() {
     return [...new Set(runs.flatMap((run) => run.metrics))];
   }
 
-  /** Metrics that repeat another one, or are rounding errors, in every run that has them. */
+  /** Metrics that equal another metric, or are only rounding errors, in every run that has them. */
   function leftOut() {
     const having = (name) => runs.filter((run) => run.metrics.includes(name));
     const outOf = (run) => [...run.repeats, ...run.rounding];
@@ -86,12 +86,12 @@ export function curvesPage() {
   async function drawOne(each, newAxis, look) {
     const time = ++each.timesAsked;
     const [ofAll, ...curves] = await Promise.all([newAxis, ...runs.map((run, place) => curveOf(run, place, each.name))]);
-    if (time !== each.timesAsked) return; // newer ones are on their way
+    if (time !== each.timesAsked) return; // a newer call is loading these curves
     axis = ofAll;
     each.draw(curves, axis, look);
   }
 
-  /** Returns whether there is anything to draw anew. */
+  /** Returns true if there is anything new to draw. */
   async function refresh(newRuns) {
     const before = JSON.stringify(runs.map((run) => run.step));
     runs = newRuns;
@@ -107,15 +107,15 @@ export function curvesPage() {
   return { root, refresh, draw, focusSearch: () => search.focus() };
 }
 
-/** The curve of a metric of a run; null where it has none. */
+/** The curve of a metric of a run; null if the run does not have this metric. */
 export async function curveOf(run, place, name) {
   const number = run.metrics.indexOf(name);
   if (number < 0) return null;
   const curve = await load(`curve/${place}/${number}`);
-  return curve.name === name ? curve : null; // a run that began anew has numbered its metrics anew
+  return curve.name === name ? curve : null; // after a restart of the run its metrics have other numbers
 }
 
-/** The sections of these metrics; the overview has none of those `leftOut`. `opened` holds the titles of those that are open, and is kept up to date. */
+/** The sections of these metrics; the overview has no metric that is in `leftOut`. `opened` holds the titles of the open sections and is kept up to date. */
 function sectionsOf(names, leftOut, opened, put) {
   const shown = names.filter((name) => !leftOut.includes(name));
   const parts = shown.filter((name) => /^reward\/[^/]+$/.test(name)).slice(0, MAX_PARTS);
@@ -138,7 +138,7 @@ function section(title, names, opened, put) {
   function toggle() {
     if (!root.open) return void opened.delete(title);
     opened.add(title);
-    put(box, title, names); // also of one that was open before: charts that are folded away are not drawn
+    put(box, title, names); // also for a section that was open before: charts in closed sections are not drawn
   }
 }
 

@@ -1,11 +1,11 @@
-// Elements, made without markup: whatever a model or a data set wrote arrives as text.
+// Creates elements without parsing markup: whatever a model or a data set wrote is shown as text.
 
-/** An HTML element. Attributes that are functions become listeners of that event; false and null leave one out. */
+/** An HTML element. Attributes that are functions become event listeners; attributes that are false or null are left out. */
 export function element(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
 
-/** An SVG element, as `element`. */
+/** An SVG element; arguments as for `element`. */
 export function drawing(tag, attributes = {}, ...children) {
   return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 }
@@ -20,12 +20,12 @@ function filled(node, attributes, children) {
   return node;
 }
 
-/** Foreign text inside a line of ours: its direction does not spill over. */
+/** Text from a model or a data set inside a line of the page, isolated so that its writing direction does not spread. */
 export function foreign(text) {
   return element("bdi", {}, text);
 }
 
-/** A paragraph of foreign text, in the direction of its own script. */
+/** A paragraph of text from a model or a data set, in the writing direction of its script. */
 export function words(text, className = "words") {
   return element("div", { class: className, dir: "auto" }, text);
 }

@@ -1,9 +1,9 @@
-// Which groups are listed: by question type, reward, step, signal and truncation. The filter is part of the address.
+// The filter of the list of groups: question type, reward, step, signal and truncation. It is part of the address.
 
 import { goTo, numberOf } from "./address.js";
 import { element } from "./dom.js";
 
-/** The rows that pass the filter of an address. */
+/** The rows that pass the filter in an address. */
 export function filtered(rows, parameters) {
   const kind = parameters.get("kind");
   const only = parameters.get("only");
@@ -19,7 +19,7 @@ export function filtered(rows, parameters) {
     (only !== "equal" || row.high === row.low));
 }
 
-/** The controls of the filter; `draw(rows, parameters)` shows its state. */
+/** The controls of the filter; `draw(rows, parameters)` updates them. */
 export function filterBar() {
   const kind = element("select", { id: "kind", change: () => set({ kind: kind.value }) });
   const only = element("select", { id: "only", change: () => set({ only: only.value }) },

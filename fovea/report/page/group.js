@@ -1,4 +1,4 @@
-// One group: the question with its images, and the answers of one run to it.
+// One group: a question with its images, and a run's answers to it.
 
 import { answerCard } from "./answer.js";
 import { element, foreign, words } from "./dom.js";
@@ -6,7 +6,7 @@ import { legend } from "./heat.js";
 import { picture } from "./marks.js";
 import { whole } from "./numbers.js";
 
-/** The group `group` with place `place` of a step of the run with number `run` and these facts; `scale` is that of the heat, `title` names the run where several are shown. */
+/** The view of the `place`-th group of a step, of run number `run` with these facts; `scale` is the value at which colours are strongest, `title` names the run if several are shown. */
 export function groupView(run, facts, step, place, group, { heat, scale, title }) {
   const images = group.messages.flatMap((message) => message.parts.filter((part) => typeof part !== "string"));
   const marks = group.answers.flatMap((answer, number) => answer.marks.map((mark) => [number, mark]));
@@ -33,7 +33,7 @@ function numbered(answer, number) {
   return element("span", { class: answer.marks.length ? `number hue${number % 6}` : "number" }, `#${number + 1}`);
 }
 
-/** The prompt with its roles, folded, where it holds more than the question. */
+/** The prompt with its roles, folded; null if it holds only the question. */
 function promptAsRead(group) {
   const texts = group.messages.flatMap((message) => message.parts.filter((part) => typeof part === "string"));
   if (texts.length === 1 && texts[0] === group.question) return null;
@@ -43,7 +43,7 @@ function promptAsRead(group) {
       message.parts.map((part) => (typeof part === "string" ? words(part) : element("p", { class: "soft" }, `[image ${++image}]`))))));
 }
 
-/** Show the marks of the answer that is pointed at, and fade those of the others. */
+/** Highlight the marks of the answer under the mouse and fade the marks of the others. */
 function pointOut(root, target) {
   const answer = target.closest("[data-answer]")?.dataset.answer;
   for (const mark of root.querySelectorAll(".mark")) mark.classList.toggle("faded", answer !== undefined && mark.dataset.answer !== answer);

@@ -1,4 +1,4 @@
-// The page of held-out answers: the same rows in all runs beside each other, so that two seeds can be compared.
+// The page of held-out answers: the same rows of all runs side by side, to compare two seeds for example.
 
 import { goTo, readAddress } from "./address.js";
 import { answerCard, RIGHT } from "./answer.js";
@@ -7,7 +7,7 @@ import { picture } from "./marks.js";
 import { percent, whole } from "./numbers.js";
 import { load } from "./source.js";
 
-const SHOWN = 40; // rows at first, and with every press of the button
+const SHOWN = 40; // number of rows shown at first, and added by each press of the button
 const isRight = (answer) => answer.accuracy >= RIGHT;
 const FILTERS = {
   "": ["all rows", () => true],
@@ -16,7 +16,7 @@ const FILTERS = {
   right: ["right in all", (row) => row.answers.every((one) => one && isRight(one))],
 };
 
-/** The page; `refresh(runs)` takes the newest facts, `draw()` shows the evaluation that the address names. */
+/** The page; `refresh(runs)` updates the facts about the runs, `draw()` shows the evaluation that the address names. */
 export function heldOutPage() {
   const choice = element("select", { id: "evaluation", change: () => goTo("held-out", { of: choice.value }) });
   const only = element("select", { id: "outcome", change: () => goTo("held-out", { outcome: only.value }) },
@@ -29,7 +29,7 @@ export function heldOutPage() {
   let runs = [];
   let drawn = "";
 
-  /** Returns whether there is an evaluation more. */
+  /** Returns true if the list of evaluations has changed. */
   async function refresh(newRuns) {
     const before = names().join();
     runs = newRuns;
@@ -48,10 +48,10 @@ export function heldOutPage() {
     const inAllRuns = all.find((name) => runs.every((run) => run.evaluations.includes(name)));
     const name = all.includes(parameters.get("of")) ? parameters.get("of") : inAllRuns ?? all[0];
     const key = JSON.stringify([all, name, parameters.get("kind"), parameters.get("outcome")]);
-    if (key === drawn) return; // a poll leaves what is being read as it is
+    if (key === drawn) return; // do not redraw at every poll what the user is reading
     drawn = key;
     const found = await Promise.all(runs.map((run, place) => answersOf(run, place, name)));
-    if (key !== drawn) return; // a later choice was faster
+    if (key !== drawn) return; // the user has chosen something else meanwhile
     const rows = merged(found);
     fill(choice, all.map((each) => [each, each]), name);
     fill(kind, [["", "all"], ...[...new Set(rows.map((row) => row.kind))].sort().map((each) => [each, each])], parameters.get("kind") ?? "");
@@ -62,7 +62,7 @@ export function heldOutPage() {
     more(passing, 0);
   }
 
-  /** Show the next rows, with a button for those after them. */
+  /** Show the next rows, and a button that shows the rows after them. */
   function more(rows, from) {
     const shown = rows.slice(from, from + SHOWN).map((row) => rowView(row, runs));
     list.append(...shown);
@@ -83,11 +83,11 @@ async function answersOf(run, place, name) {
   const number = run.evaluations.indexOf(name);
   if (number < 0) return [];
   const loaded = await load(`answers/${place}/${number}`);
-  if (loaded.name !== name) return []; // a dev reading has come meanwhile: the next poll asks again
+  if (loaded.name !== name) return []; // a new evaluation has changed the numbers: the next poll asks again
   return loaded.rows;
 }
 
-/** The rows of all runs, in the order of the first; a row is the same where id, question and truth are. */
+/** The rows of all runs, in the order of the first run; rows with equal id, question and truth are merged. */
 function merged(found) {
   const rows = new Map();
   found.forEach((answers, run) => {
@@ -100,7 +100,7 @@ function merged(found) {
   return [...rows.values()];
 }
 
-/** Accuracies over the rows that all runs have answered; of two runs also on how many each was right alone. */
+/** Accuracies over the rows that all runs have answered; for two runs also how many rows only one of them got right. */
 function tallyOf(rows, runs) {
   const shared = rows.filter((row) => row.answers.every(Boolean));
   if (!shared.length) return [element("p", { class: "soft" }, "The runs have no row in common.")];

@@ -1,10 +1,10 @@
-// Keys of the whole page, and the dialog that lists them.
+// Keyboard shortcuts of the page, and the dialog that lists them.
 
 import { element } from "./dom.js";
 
 const ARROWS = { ArrowDown: "↓", ArrowUp: "↑", ArrowRight: "→", ArrowLeft: "←" };
 
-/** Listen for keys: `actions` are triples of keys, meaning and function, which returns false to leave a key to the browser. */
+/** Listen for keys: `actions` are triples of keys, meaning and function; a function that returns false leaves the key to the browser. */
 export function listen(actions, help) {
   const all = [...actions, [["?"], "these keys", () => (help.open ? help.close() : help.showModal())]];
   help.replaceChildren(element("h2", {}, "Keys"),

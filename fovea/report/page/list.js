@@ -1,13 +1,13 @@
-// A list of any length in which only the rows in view, and a few beside them, are elements.
+// A list of any length that creates elements only for the rows in view and a few around them.
 
 import { element } from "./dom.js";
 
-const BESIDE = 8; // rows above and below those in view, so that scrolling meets drawn ones
+const BESIDE = 8; // rows drawn above and below the rows in view, so that scrolling does not show gaps
 
-/** The list below its heads; `show(rows, chosen)` takes its rows and the place of the chosen one (-1: none), `content(row)` draws one. */
+/** The list with its heads; `show(rows, chosen)` sets its rows and the index of the chosen one (-1: none), `content(row)` draws one. */
 export function longList(label, { address, content, heads }) {
   const lines = element("ol", { "aria-label": label });
-  const head = element("div", { class: "heads" }, heads); // it stays in view, over the rows that pass below it
+  const head = element("div", { class: "heads" }, heads); // it stays in view while the rows scroll
   const root = element("div", { class: "list", scroll: () => draw() }, head, lines);
   let [rows, chosen, shownAt] = [[], -1, -1];
 
@@ -15,7 +15,7 @@ export function longList(label, { address, content, heads }) {
     [rows, chosen] = [newRows, newChosen];
     root.hidden = !rows.length;
     lines.style.height = `${rows.length * rowHeight()}px`;
-    // a poll moves nothing under the hand of somebody who scrolls
+    // a poll must not move the list while the user scrolls
     if (chosen !== shownAt) scrollTo(chosen);
     shownAt = chosen;
     draw();
@@ -43,7 +43,7 @@ export function longList(label, { address, content, heads }) {
     return node;
   }
 
-  /** In pixels, by the style sheet: a finger needs higher rows than a mouse. */
+  /** The height of a row in pixels, from the style sheet: touch needs higher rows than a mouse. */
   function rowHeight() {
     return parseFloat(getComputedStyle(root).getPropertyValue("--row"));
   }

@@ -14,7 +14,7 @@ import { isExported, load } from "./source.js";
 const POLL_MS = 2000;
 const [head, main, alert, help] = ["head", "main", "alert", "help"].map((id) => document.getElementById(id));
 const pages = { overview: overviewPage(), curves: curvesPage(), samples: samplesPage(), "held-out": heldOutPage(), settings: settingsPage() };
-/** Whether an exported page has anything to show on a page of it. */
+/** By page, a test that returns true if an exported file has data for it; other pages always have. */
 const CONTENT = {
   curves: (all) => all.some((run) => run.metrics.length),
   samples: (all) => all.some((run) => run.entries),
@@ -29,7 +29,7 @@ function pageName() {
 }
 
 function drawHead(runs) {
-  const title = runs[0].title; // of an evaluation, whose targets have the place of runs
+  const title = runs[0].title; // only an evaluation has a title; its targets are shown as runs
   document.title = `${title ?? runs.map((run) => run.name).join(" | ")} · Fovea`;
   if (title) head.querySelector("h1").replaceChildren(foreign(title));
   for (const tab of tabs) tab.hidden = isExported && !(CONTENT[tab.textContent]?.(runs) ?? true);
@@ -46,13 +46,13 @@ function progress(run) {
   if (run.finished && !run.step) return ""; // a target of an evaluation
   const steps = run.max_steps ? `step ${whole(run.step)} of ${whole(run.max_steps)}` : `step ${whole(run.step)}`;
   if (run.finished) return `${steps}, finished`;
-  if (isExported) return steps; // when the step was is not known to a page that stays as it is
+  if (isExported) return steps; // an exported page cannot know how long ago the step was
   return run.seconds_since_step === null ? "no step yet" : `${steps}, ${ago(run.seconds_since_step)}`;
 }
 
 let runs = [];
 let headText = "";
-let hasFailed = false; // since the last poll that read everything
+let hasFailed = false; // true until a poll has read everything again
 
 async function poll() {
   try {
@@ -80,7 +80,7 @@ async function show() {
   const [, query] = location.hash.split("?");
   for (const tab of tabs) {
     tab.ariaCurrent = tab.textContent === name ? "page" : null;
-    tab.href = `#${tab.textContent}${query ? `?${query}` : ""}`; // what is chosen on one page stays so
+    tab.href = `#${tab.textContent}${query ? `?${query}` : ""}`; // keep what was chosen when switching pages
   }
   const page = pages[name];
   if (!page.root.isConnected) main.replaceChildren(page.root);
@@ -93,7 +93,7 @@ async function show() {
   }
 }
 
-/** One poll after the other: of two at a time, the older answer could be the later one. */
+/** Poll one request at a time: of two concurrent replies, the older one could arrive last. */
 async function keepPolling() {
   for (;;) {
     if (!document.hidden) await poll();
@@ -101,7 +101,7 @@ async function keepPolling() {
   }
 }
 
-/** Until it is time, or the page comes into view. */
+/** Wait until the next poll is due, or the page becomes visible. */
 function nextPoll() {
   return new Promise((resolve) => {
     const end = () => {
@@ -109,7 +109,7 @@ function nextPoll() {
       document.removeEventListener("visibilitychange", end);
       resolve();
     };
-    const reads = !hasFailed && !document.hidden && !runs.every(isRead); // every poll reads more of a long run
+    const reads = !hasFailed && !document.hidden && !runs.every(isRead); // a long run is read piece by piece, one per poll
     const timer = setTimeout(end, reads ? 0 : POLL_MS);
     document.addEventListener("visibilitychange", end);
   });
@@ -118,7 +118,7 @@ function nextPoll() {
 const samples = pages.samples;
 const onSamples = (action) => (key) => {
   if (pageName() === "samples") return action();
-  return !key.startsWith("Arrow") && goTo("samples"); // arrows scroll the other pages
+  return !key.startsWith("Arrow") && goTo("samples"); // on other pages the arrow keys scroll
 };
 listen([
   [["o"], "overview", () => goTo("overview")],
@@ -134,7 +134,7 @@ listen([
   [["/"], "search or filter", () => pages[pageName()].focusSearch()],
 ], help);
 
-const isInList = !isExported && /\/runs\/[^/]+\/$/.test(location.pathname); // of `fovea view FOLDER`
+const isInList = !isExported && /\/runs\/[^/]+\/$/.test(location.pathname); // the page was opened from the list of `fovea view FOLDER`
 head.append(element("h1", {}, isInList ? element("a", { href: "../../" }, "all runs") : "Fovea"), element("nav", { "aria-label": "Pages" }, tabs), status,
   element("button", { type: "button", class: "keys", click: () => help.showModal() }, "keys ", element("kbd", {}, "?")));
 addEventListener("hashchange", show);

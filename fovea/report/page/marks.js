@@ -1,11 +1,11 @@
-// Images with the boxes and points of answers drawn over them, in shares of width and height.
+// Images with the boxes and points of answers drawn over them; coordinates are shares of width and height.
 
 import { element } from "./dom.js";
 import { imageAddress } from "./source.js";
 
-const SMALL_PX = 128; // narrower images are enlarged without blur
+const SMALL_PX = 128; // narrower images are enlarged without smoothing
 
-/** An image of a run; `marks` are pairs of an answer's number and a mark on it. */
+/** An image of a run; `marks` are pairs of an answer's number and its mark on the image. */
 export function picture(run, image, number, marks) {
   const address = imageAddress(run, image.name);
   if (!address) return element("figure", { class: "shot" }, element("p", { class: "soft" }, `Image ${number} is not in this file; \`fovea view\` shows it.`));

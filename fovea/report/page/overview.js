@@ -1,4 +1,4 @@
-// The page that opens first: remarks of the runs, their figures with intervals, the learning curve, time and memory.
+// The page that opens first: findings and hints of the runs, figures with intervals, the learning curve, time and memory.
 
 import { goTo } from "./address.js";
 import { axisOf } from "./axis.js";
@@ -10,7 +10,7 @@ import { figureTables } from "./tables.js";
 
 const LEARNING = ["reward", "accuracy/dev"];
 
-/** The page; `refresh(runs)` takes the newest facts, `draw()` loads and shows the summaries. */
+/** The page; `refresh(runs)` updates the facts about the runs, `draw()` loads and shows the summaries. */
 export function overviewPage() {
   const top = element("div", {});
   const bottom = element("div", {});
@@ -24,7 +24,7 @@ export function overviewPage() {
     for (const each of charts.values()) each.point(x);
   }
 
-  /** Returns whether there is anything new. */
+  /** Returns true if there is anything new. */
   async function refresh(newRuns) {
     const state = () => JSON.stringify(runs.map((run) => [run.step, run.finished, run.hints, run.findings]));
     const before = state();
@@ -36,7 +36,7 @@ export function overviewPage() {
     const summaries = await Promise.all(runs.map((_, place) => load(`summary/${place}/0`)));
     const text = JSON.stringify([summaries, runs.map((run) => [run.hints, run.findings, run.about])]);
     if (text !== drawn) {
-      drawn = text; // a poll leaves what is being read as it is
+      drawn = text; // do not redraw at every poll what the user is reading
       top.replaceChildren(...remarks(runs), element("div", { class: "headlines" }, runs.map((run, place) => headline(run, place, summaries[place], runs.length))));
       bottom.replaceChildren(...figureTables(runs, summaries), ...machine(runs, summaries));
     }
@@ -56,19 +56,19 @@ export function overviewPage() {
   return { root, refresh, draw, focusSearch: () => {} };
 }
 
-/** Why the runs collapsed or do not move, and what they have remarked. */
+/** The findings, which say why runs collapsed or do not learn, and the hints of the runs. */
 function remarks(runs) {
   const lines = runs.flatMap((run, place) => [...run.findings.map(finding), ...run.hints.map(foreign)].map((line) =>
     element("p", {}, runs.length > 1 ? [element("strong", { class: `run${place % 6}` }, foreign(run.name)), " "] : null, line)));
   return lines.length ? [element("div", { class: "remarks", role: "note" }, lines)] : [];
 }
 
-/** A cause, its evidence and what to do; the settings and their values may be anyone's. */
+/** A cause, its evidence and advice; names and values of settings are not trusted and shown as text. */
 function finding({ cause, evidence, advice, settings }) {
   return [element("strong", {}, `${cause}: `), `${evidence}. ${advice} `, element("code", {}, foreign(settings))];
 }
 
-/** What a run was, and its main figures. */
+/** The description of a run, and its main figures. */
 function headline(run, place, summary, numRuns) {
   const isOne = numRuns === 1;
   return element("section", { class: "headline-of" },

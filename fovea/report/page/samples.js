@@ -1,4 +1,4 @@
-// The page of samples: the list of groups that pass the filter, and the chosen one, beside the same row of other runs.
+// The page of samples: the list of groups that pass the filter, and the chosen group next to the same row in other runs.
 
 import { goTo, numberOf, readAddress } from "./address.js";
 import { element, foreign } from "./dom.js";
@@ -10,12 +10,12 @@ import { longList } from "./list.js";
 import { shown, whole } from "./numbers.js";
 import { isExported, load } from "./source.js";
 
-/** The page; `refresh(runs)` loads what is new, `draw()` shows what the address says. */
+/** The page; `refresh(runs)` loads new index entries, `draw()` shows the group that the address names. */
 export function samplesPage() {
   const bar = filterBar();
   const runChoice = element("select", { change: () => goTo("samples", { run: runChoice.value, step: null, group: null }) });
   const heatChoice = element("select", { id: "heat", change: () => goTo("samples", { heat: heatChoice.value }) },
-    HEATS.map((heat) => element("option", { value: heat }, { none: "plain", advantage: "advantage", gap: "engine/trainer gap" }[heat])));
+    HEATS.map((heat) => element("option", { value: heat }, { none: "plain", advantage: "advantage", mismatch: "engine/trainer mismatch" }[heat])));
   const follow = element("input", { type: "checkbox", change: () => (follow.checked ? goTo("samples", { step: null, group: null }) : move(0)) });
   const rowsOfRun = element("label", {}, "rows of ", runChoice);
   bar.root.append(element("label", {}, "tokens ", heatChoice), rowsOfRun, isExported ? "" : element("label", {}, follow, " follow the newest"));
@@ -28,11 +28,11 @@ export function samplesPage() {
   const root = element("section", { class: "page samples" }, bar.root,
     element("div", { class: "columns" }, element("nav", { "aria-label": "Groups" }, count, truncation, leftOut, list.root), shownGroups));
   const indexes = [];
-  const early = new Map(); // the newest step of each run, by path, which arrives while the index is read
+  const early = new Map(); // the newest step of each run, by path: it is requested while the index is still loading
   let runs = [];
   let drawn = "";
 
-  /** Returns whether there is anything new. */
+  /** Returns true if there is anything new. */
   async function refresh(newRuns) {
     runs = newRuns;
     if (!indexes.length) runs.forEach(loadEarly);
@@ -43,10 +43,10 @@ export function samplesPage() {
   function loadEarly(run, place) {
     if (run.newest_entry === null || readAddress().parameters.has("step")) return;
     const path = `step/${place}/${run.newest_entry}`;
-    early.set(path, load(path).catch(() => null)); // the draw asks again, and shows what is wrong
+    early.set(path, load(path).catch(() => null)); // `draw` asks again and shows the error
   }
 
-  /** The rows that are listed, and the place of the chosen one among them. */
+  /** The listed rows, and the index of the chosen one among them. */
   function state() {
     const { parameters } = readAddress();
     const run = Math.min(runs.length - 1, numberOf(parameters, "run") ?? 0);
@@ -68,17 +68,17 @@ export function samplesPage() {
     truncation.hidden = !passing.some((row) => row.truncated);
     const wanted = chosen < 0 ? [] : sides(run, passing[chosen]);
     const key = JSON.stringify([heat, rows.length > 0, wanted]);
-    if (key === drawn) return; // a poll leaves what is being read as it is
+    if (key === drawn) return; // do not redraw at every poll what the user is reading
     drawn = key;
     const found = await Promise.all(wanted.map(([place, row]) => groupOf(place, row)));
-    early.clear(); // a step that is taken again has other groups
-    if (key !== drawn) return; // a later choice was faster
-    const scale = scaleOf(found.flatMap(({ group }) => group?.answers ?? []), heat); // one, so that colours compare
+    early.clear(); // a step that is repeated has other groups
+    if (key !== drawn) return; // the user has chosen something else meanwhile
+    const scale = scaleOf(found.flatMap(({ group }) => group?.answers ?? []), heat); // one scale for all runs, so that colours can be compared
     shownGroups.replaceChildren(...(wanted.length ? found.map((each) => viewOf(each, heat, scale)) : [nothing(rows)]));
     if (found.some(({ problem }) => problem)) drawn = ""; // the next draw tries again
   }
 
-  /** The chosen group of its own run, then the same row in each other run. */
+  /** The chosen group and the same row in each other run, in the order of the runs. */
   function sides(run, row) {
     const others = runs.map((_, place) => place).filter((place) => place !== run);
     return [[run, row], ...others.map((place) => [place, sameRow(indexes[place].rows(), row.row, row.step)])].sort(([one], [other]) => one - other);
@@ -127,7 +127,7 @@ export function samplesPage() {
   return { root, refresh, draw, move, moveStep, nextHeat, focusSearch: bar.focus };
 }
 
-/** The chosen row: that of the address, else the first of the newest step. Of a step without groups, the nearest one. */
+/** The index of the chosen row: the row that the address names, else the first of its step, the nearest step with rows, or the newest step. */
 function chosenOf(passing, parameters) {
   if (!passing.length) return -1;
   const step = numberOf(parameters, "step") ?? passing[passing.length - 1].step;

@@ -1,9 +1,9 @@
-// The page of settings and console output of each run.
+// The page with the settings and the console output of each run.
 
 import { element, foreign } from "./dom.js";
 import { load } from "./source.js";
 
-/** The page; `refresh(runs)` takes the newest facts, `draw()` loads and shows both. */
+/** The page; `refresh(runs)` updates the facts about the runs, `draw()` loads and shows settings and output. */
 export function settingsPage() {
   const consoles = element("div", { class: "consoles" });
   const tables = element("div", {});
@@ -14,7 +14,7 @@ export function settingsPage() {
   let runs = [];
   let settings = [];
 
-  /** Returns whether a run has printed something. */
+  /** Returns true if a run has printed something new. */
   async function refresh(newRuns) {
     const before = JSON.stringify(runs.map((run) => run.console_bytes));
     runs = newRuns;
@@ -25,21 +25,21 @@ export function settingsPage() {
     const loaded = await Promise.all(runs.map((_, place) => load(`about/${place}/0`)));
     settings = loaded.map((each) => new Map(each.settings));
     drawSettings();
-    // the targets of an evaluation have printed nothing
+    // the targets of an evaluation have no console output
     loaded.forEach((each, place) => (each.console || !runs[place].title) && drawConsole(each.console, place));
   }
 
   function drawConsole(text, place) {
     const box = consoles.children[place] ?? consoles.appendChild(consoleBox(runs[place], place, runs.length > 1));
     const lines = box.querySelector("pre");
-    const shown = text || "This run has kept none of what it printed.";
+    const shown = text || "This run did not record its console output.";
     if (lines.textContent === shown) return;
     const wasAtEnd = lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 4;
     lines.textContent = shown;
-    if (wasAtEnd) lines.scrollTop = lines.scrollHeight; // a reader of earlier lines stays there
+    if (wasAtEnd) lines.scrollTop = lines.scrollHeight; // follow new lines only if the user was at the end
   }
 
-  /** The settings with this text in their names, those that differ between runs first. */
+  /** The settings whose names contain this text; settings that differ between runs come first. */
   function drawSettings() {
     const text = search.value.trim().toLowerCase();
     const keys = [...new Set(settings.flatMap((each) => [...each.keys()]))].filter((key) => key.toLowerCase().includes(text));

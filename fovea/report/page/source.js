@@ -1,13 +1,13 @@
-// Where data come from: the server of `fovea view`, or blocks of the file that the page was exported into. Both know the same paths.
+// The source of the data: the server of `fovea view`, or blocks in the exported file. Both use the same paths.
 
 export const isExported = document.documentElement.hasAttribute("data-exported");
 
-/** The value at a path such as `step/0/50`; an Error with the reason where there is none. */
+/** The value at a path such as `step/0/50`; throws an Error with the reason if there is none. */
 export function load(path) {
   return isExported ? readBlock(path) : fetchJson(path);
 }
 
-/** The address of a stored image; null where the file does not hold it. */
+/** The address of a stored image; null if the exported file does not hold it. */
 export function imageAddress(run, name) {
   if (!isExported) return `images/${run}/${encodeURIComponent(name)}.png`;
   const block = document.getElementById(`images/${run}/${name}`);

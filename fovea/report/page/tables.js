@@ -1,12 +1,12 @@
-// Tables of figures with intervals: those of several runs under one title stand beside each other.
+// Tables of figures with intervals; tables of several runs with the same title are shown side by side.
 
 import { drawing, element, foreign } from "./dom.js";
 import { whole } from "./numbers.js";
 
-const LANE_PX = 16; // height of the bar of one run
-const LONG = 30; // characters of a cell that is a text and wraps
+const LANE_PX = 16; // height of one run's bar
+const LONG = 30; // cells with more characters are text, and wrap
 
-/** The tables of all runs, by title; `summaries` has one per run. */
+/** The tables of all runs, by title; `summaries` holds one summary per run. */
 export function figureTables(runs, summaries) {
   const titles = [...new Set(summaries.flatMap((summary) => summary.tables.map(({ title }) => title)))];
   return titles.map((title) => {
@@ -38,12 +38,12 @@ function line({ name, rows }, sides, hasNumbers, hasBars) {
     hasNumbers && element("td", {}, numbersOf(rows)), hasBars && element("td", { class: "chart" }, bars(rows, sides)));
 }
 
-/** The number of rows behind figures, once where all are of the same number. */
+/** The numbers of rows that figures are computed from, written once if all are equal. */
 function numbersOf(rows) {
   return [...new Set(rows.filter((row) => row && row.n !== null).map((row) => whole(row.n)))].join(" / ");
 }
 
-/** A lane for each run: its interval, the mean as a dot, and a paler dot for the stage before. */
+/** A lane for each run: the interval as a bar, the mean as a dot, and a paler dot for the stage before. */
 function bars(rows, sides) {
   if (!rows.some((row) => row?.bar)) return null;
   const height = Math.max(1.1, sides.length * 0.7) * LANE_PX;
