@@ -123,7 +123,7 @@ class LogFile:
             return "it was closed"
         lines = [line.strip() for line in log.splitlines()]
         named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-        return (named or [line for line in lines if line] or ["without a word"])[-1][:300]
+        return (named or [line for line in lines if line] or ["no output"])[-1][:300]
 
     def keep(self) -> str:
         """Copy the log to a folder that outlives the child; returns the path of the copy."""
