@@ -319,7 +319,7 @@ def test_an_example_is_an_environment_of_a_package_that_comes_with_fovea(name: s
 def test_a_name_of_ours_is_refused(group: str, name: str, setting: str, site: Path) -> None:
     other(site, group, name, "raise AssertionError('imported')\n")
     load_config([], ["model.tiny={}"])
-    with pytest.raises(ConfigError, match=f"{group}: other-parts registers {name}, which is a name of Fovea's own"):
+    with pytest.raises(ConfigError, match=f"{group}: other-parts registers {name}, which is one of Fovea's names"):
         load_config([], ["model.tiny={}", setting])
 
 

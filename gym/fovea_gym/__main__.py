@@ -15,7 +15,7 @@ from fovea_gym.utils.shown_text import printable, without_secrets
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 2 after an error of the user's, in one line on stderr."""
+    """Run a command and return its exit code; a FoveaError is printed in one line on stderr."""
     options = _parser().parse_args(words)
     command = _grade if options.command == "grade" else _show
     try:
@@ -23,7 +23,7 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except FoveaError as error:
         return _failed(" ".join(str(error).split()), error.exit_code)
-    except BrokenPipeError:  # a reader such as `head` has gone; what is left in the buffer has no place
+    except BrokenPipeError:  # a reader such as `head` has closed the pipe: discard the rest of the buffer
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         return _failed(f"{error.filename or 'a file'}: {error.strerror or error}", 2)
@@ -42,16 +42,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     text = "Score a JSONL file of rows with `prediction` (the whole completion) and `truth`, line by line."
     grade = commands.add_parser("grade", help="score a file of answers", description=text)
-    grade.add_argument("environment", help="a grader, such as geo3k; another name lists them")
+    grade.add_argument("environment", help="a grader, such as geo3k; an unknown name lists all graders")
     grade.add_argument("file", type=Path, metavar="FILE", help="rows in JSONL; - is stdin")
     grade.add_argument("--out", type=Path, metavar="FILE", help="write rows here, and the summary to stdout")
     text = "Write rows of an environment as a page of HTML: pictures, prompts and gold answers."
-    show = commands.add_parser("show", help="rows of an environment as pictures", description=text)
-    show.add_argument("environment", help="a name, such as shapes or geo3k")
-    show.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="its settings, such as level=2")
+    show = commands.add_parser("show", help="show rows of an environment on a page", description=text)
+    show.add_argument("environment", help="an environment, such as shapes or geo3k")
+    show.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the environment, such as level=2")
     show.add_argument("--split", choices=("train", "dev", "test"), default="train")
-    show.add_argument("--rows", type=int, default=12, help="most rows; default 12")
-    show.add_argument("--seed", type=int, default=0, help="of environments that draw their rows")
+    show.add_argument("--rows", type=int, default=12, help="maximum number of rows; default 12")
+    show.add_argument("--seed", type=int, default=0, help="seed of environments that generate their rows")
     show.add_argument("--out", type=Path, metavar="FILE", help="default: ENVIRONMENT.html")
     return parser
 
@@ -74,7 +74,7 @@ def _grade(options: argparse.Namespace) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
-    # pydantic looks for its plugins in the metadata of every installed package
+    # pydantic would search the metadata of every installed package for plugins, which takes time
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from fovea_gym.commands.show import page_of
     from fovea_gym.making import make, settings_of

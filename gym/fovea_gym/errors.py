@@ -1,4 +1,4 @@
-"""Exceptions of rows, environments, graders and tools, and the text of an error of a user's code."""
+"""Exceptions of rows, environments, graders and tools, and the text that describes an exception of user code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FoveaError(Exception):
     """Base class of errors whose text is meant for the user: what was set, why it fails, the fix."""
 
     exit_code: ClassVar[int] = 2
-    """Exit code of a command that ends with it. docs/faults.md lists them; a supervised run goes on after some."""
+    """Exit code of a command that ends with this error; docs/faults.md says after which a supervised run restarts."""
 
 
 class SeveralErrors(FoveaError):
@@ -41,8 +41,8 @@ class DataError(FoveaError, ValueError):
 class BadRowError(DataError):
     """A row that cannot be turned into a prompt, which a run may skip.
 
-    `problem` is the message without the `fix`, which is for the author of the row. `reason` is the key that the row is
-    counted under, such as `image_damaged`; docs/data.md lists them.
+    `problem` is the message without the `fix`, which is addressed to the author of the row. `reason` is the key under
+    which bad rows are counted, such as `image_damaged`; docs/data.md lists them.
     """
 
     def __init__(self, problem: str, reason: str, fix: str = "") -> None:
@@ -52,12 +52,12 @@ class BadRowError(DataError):
         self.fix = fix
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a worker process sends it to its caller: an exception is otherwise made again of its message only
+        # a worker process sends the error to its caller: by default only the message would be pickled
         return type(self), (self.problem, self.reason, self.fix)
 
 
 OTHER = "other"
-"""The reason that errors of rows without one are counted under."""
+"""The reason under which row errors without a reason are counted."""
 
 
 class ClusterError(FoveaError, RuntimeError):
@@ -73,7 +73,7 @@ class OutOfMemoryError(FoveaError, MemoryError):
 
 
 class ScoreError(FoveaError, RuntimeError):
-    """A completion that could not be scored: a judge that is unreachable, times out, or returns no valid score."""
+    """A completion could not be scored: the judge is unreachable, timed out, or returned no valid score."""
 
 
 class UnscoredError(ScoreError):
@@ -81,17 +81,17 @@ class UnscoredError(ScoreError):
 
 
 class SessionError(FoveaError, RuntimeError):
-    """A session of an environment that failed, where the settings say that the run stops then."""
+    """A session of an environment failed, and the settings say that the run stops in that case."""
 
 
 class FailedEpisodeError(UnscoredError):
-    """A session or a score that failed, which the settings tolerate: its episode is left out, or has a fixed reward.
+    """A session or a score failed, and the settings tolerate it: the episode is left out or gets a fixed reward.
 
-    `reason` is the name that it is counted under: `open`, `reply`, `picture`, `score` or `deadline`.
+    `reason` is the name under which the failure is counted: `open`, `reply`, `picture`, `score` or `deadline`.
     """
 
     def __init__(self, message: str, reason: str, reward: float | None = None) -> None:
-        """`reward` is that of the episode; None leaves it out."""
+        """`reward` is the reward of the episode; None leaves the episode out."""
         super().__init__(message)
         self.reason = reason
         self.reward = reward
@@ -106,7 +106,7 @@ class MissingExtraError(FoveaError, ImportError):
 
 @contextmanager
 def named(as_ours: Callable[[Exception], FoveaError]) -> Iterator[None]:
-    """Context in which every exception but a FoveaError is converted by `as_ours`, for calls into other packages."""
+    """Convert every exception that is not a FoveaError with `as_ours`; a context for calls into other packages."""
     try:
         yield
     except FoveaError:
@@ -116,7 +116,7 @@ def named(as_ours: Callable[[Exception], FoveaError]) -> Iterator[None]:
 
 
 def result_or_error(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """The result of `call` or the exception that it raised, whatever its type; for user code."""
+    """The result of `call`, or the exception that it raised, of any type; for user code."""
     # BaseException: user code may call sys.exit, which must not end the run without a message
     try:
         return call(), None
@@ -125,36 +125,36 @@ def result_or_error(call: Callable[[], Any]) -> tuple[Any, BaseException | None]
 
 
 def first_line(error: BaseException) -> str:
-    """Type and first line of an exception, such as `ValueError: bad length`; without text the statement that failed."""
+    """Type and first line of an exception, such as `ValueError: bad length`; if it is empty, the failed statement."""
     return _with_text(error) or f"{type(error).__name__}{_statement(error)}"
 
 
 def _with_text(error: BaseException) -> str | None:
-    # pydantic's own first line counts the faults, and names none
+    # the first line of pydantic's message only counts the errors: list them instead
     faults = [_fault(each) for each in error.errors()] if isinstance(error, ValidationError) else []
     lines = faults or str(error).strip().splitlines()[:1]
     return f"{type(error).__name__}: {'; '.join(each[:200] for each in lines)}" if lines else None
 
 
 def _fault(found: Mapping[str, Any]) -> str:
-    """A fault that pydantic has found: the field and what is wrong with it."""
+    """Text of one validation error of pydantic: the field and what is wrong with it."""
     field = ".".join(map(str, found["loc"]))
     return f"{field}: {found['msg']}" if field else found["msg"].removeprefix("Value error, ")
 
 
 def _statement(error: BaseException) -> str:
-    """The innermost line, of any package: all that a failed `assert` tells of its cause."""
+    """The innermost line of the traceback, of any package; a failed `assert` has no other description."""
     frames = extract_tb(error.__traceback__)
     return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an exception of the user's code, such as `raised ValueError: bad length at mine.py:12`."""
+    """Describe an exception of user code, such as `raised ValueError: bad length at mine.py:12`."""
     return f"raised {_with_text(error) or type(error).__name__}{_place(error)}"
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the user's, which is neither of this package nor of an installed one."""
+    """The innermost line of user code: a file that belongs neither to this package nor to an installed one."""
     theirs = [Path(__file__).parent, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
     for frame in reversed(extract_tb(error.__traceback__)):
         file = Path(frame.filename)

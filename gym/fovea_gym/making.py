@@ -1,4 +1,4 @@
-"""Environments by the name and the settings that recipes write, without a run."""
+"""Make environments without a run, by the names and settings that recipes use."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fovea_gym.types import ImageRef
 
 
 class _StoredPictures:
-    """Pictures (`grounding.coordinates`) without a model: their sizes are those of the files."""
+    """Picture sizes (`grounding.coordinates`) without a model: the sizes stored in the files."""
 
     def stored(self, ref: ImageRef) -> Size:
         return default_opener()(ref).size
 
     def seen(self, ref: ImageRef) -> Size:
         raise ConfigError(
-            f"{ref.where}: coordinates=pixels and the default are those of a model, and there is none here; set "
+            f"{ref.where}: coordinates=pixels and the default depend on a model, and no model is loaded here; set "
             "coordinates=thousandths, or original"
         )
 
@@ -43,8 +43,9 @@ class _StoredPictures:
 def make(name: str, *, seed: int = 0, access: Access | None = None, **settings: Any) -> Environment:
     """Make an environment: `make("geo3k", train_files=["geo3k.parquet"], test_share=0.1)`.
 
-    The settings are those of docs/environments.md, without `environment.` before them; `seed` draws the rows of those
-    that draw them. `path/to/file.py:Class` names your own class. ConfigError for an unknown name or setting.
+    The settings are listed in docs/environments.md; leave out their prefix `environment.`. `seed` is the seed of
+    environments that generate their rows. `path/to/file.py:Class` names your own class. ConfigError for an unknown name
+    or setting.
     """
     chosen = FieldInfo.from_annotation(EnvironmentConfig)  # type: ignore[arg-type]
     section = variant_of(chosen, name)
@@ -65,14 +66,14 @@ def make(name: str, *, seed: int = 0, access: Access | None = None, **settings: 
 
 
 def _graded(user: Any, name: str) -> Environment:
-    """A user's object as an environment with its graders."""
+    """Wrap a user's object as an environment with its graders."""
     made = UserSessions(user, name, CallThreads(name)) if defines(user, "open") else UserEnvironment(user, name)
     made.graders = tuple(getattr(user, "graders", ())) or user_graders(user, stages_of(user), f"{name}.score")
     return made
 
 
 def settings_of(words: Sequence[str]) -> Tree:
-    """Settings from words `key=value`, whose values are YAML, such as `side=5` and `session.retries=1`."""
+    """Parse settings from `key=value` arguments with YAML values, such as `side=5` and `session.retries=1`."""
     import yaml
 
     trees: list[Tree] = []

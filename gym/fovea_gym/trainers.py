@@ -1,8 +1,8 @@
 """Rows and graders for other trainers: TRL, verl and EasyR1.
 
-`to_dataset` writes the columns that TRL and verl read, and `as_trl`, `as_verl` and `as_easyr1` make of a grader the
-function that they call. Given an environment in place of a grader, they find the task of a completion by the column
-`extra_info` of `to_dataset`, so that graders that need more than the true answer have the whole row.
+`to_dataset` writes the columns that TRL and verl read; `as_trl`, `as_verl` and `as_easyr1` turn a grader into the
+reward function that the trainer calls. Given an environment in place of a grader, they find the task of a completion by
+the column `extra_info` of `to_dataset`, so that graders that need more than the true answer get the whole row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fovea_gym.utils.event_loop import gather_or_cancel, wait_for
 from fovea_gym.utils.installing import pip_install
 
 Form: TypeAlias = Literal["trl", "verl"]
-"""The form of prompts: a message has a list of parts (TRL), or a text with `<image>` marks (verl)."""
+"""The form of prompts: the content of a message is a list of parts (TRL), or a text with `<image>` marks (verl)."""
 Graded: TypeAlias = Gradable | Grader | Environment
 """The name of a grader, such as `geo3k`, a grader, or an environment with graders."""
 
@@ -111,7 +111,7 @@ def _png(image: Any) -> dict[str, object]:
 def as_trl(given: Graded, *, answer_key: str = "answer") -> Callable[..., list[float]]:
     """A function for `reward_funcs` of TRL's trainers; `answer_key` is the column of the true answer.
 
-    With an environment the rows are found by the column `extra_info` in its place.
+    Given an environment, the function finds the rows by the column `extra_info` instead.
     """
     scorer = _Scorer(given)
 
@@ -125,12 +125,12 @@ def as_trl(given: Graded, *, answer_key: str = "answer") -> Callable[..., list[f
         tasks = [scorer.task(row.get(answer_key), row.get("extra_info"), row) for row in rows]
         return [score.reward for score in scorer.scores(tasks, [_text_of(each) for each in completions])]
 
-    reward.__name__ = scorer.name  # of the metric in TRL's log
+    reward.__name__ = scorer.name  # TRL logs the reward under this name
     return reward
 
 
 def as_verl(given: Graded) -> Callable[..., dict[str, float]]:
-    """A function `compute_score` of verl: the reward is `score`, beside `acc` and the parts of the score."""
+    """A function `compute_score` for verl; it returns the reward as `score`, with `acc` and the parts of the score."""
     scorer = _Scorer(given)
 
     def compute_score(
@@ -143,11 +143,11 @@ def as_verl(given: Graded) -> Callable[..., dict[str, float]]:
 
 
 def as_easyr1(given: Gradable | Grader) -> Callable[[list[dict[str, Any]]], list[dict[str, float]]]:
-    """A function `compute_score` of EasyR1, for batches: `overall`, beside `accuracy` and the parts of the score."""
+    """A batch `compute_score` for EasyR1; it returns `overall` (the reward), `accuracy` and the parts of the score."""
     scorer = _Scorer(given)
     if scorer.environment is not None:
         raise ConfigError(
-            f"{scorer.name} is an environment, and EasyR1 gives a reward the true answer only, so that its row cannot "
+            f"{scorer.name} is an environment, but EasyR1 passes only the true answer to a reward, so the row cannot "
             "be found; give a grader or its name, such as geo3k"
         )
 
@@ -160,7 +160,7 @@ def as_easyr1(given: Gradable | Grader) -> Callable[[list[dict[str, Any]]], list
 
 
 class _Scorer:
-    """Scores of answers in one turn, from synchronous code."""
+    """Scores single-turn answers from synchronous code."""
 
     def __init__(self, given: Graded) -> None:
         grader: Any = _GraderByName(given) if isinstance(given, str) else given
@@ -181,7 +181,7 @@ class _Scorer:
         self._tasks: dict[Split, Sequence[Task]] = {}
 
     def task(self, truth: object, place: object, row: Mapping[str, object]) -> Task:
-        """The environment's task of a `place`, its `extra_info`; a grader's is made of the true answer and the row."""
+        """The environment's task at `place`, its `extra_info`; without one, a task of the true answer and the row."""
         if self.environment is None:
             texts = truth if isinstance(truth, list | tuple) and truth else [truth]
             return Task(id="row", question="", answer=str(texts[0]), row={"answer": truth, **row, "truth": truth})
@@ -193,7 +193,7 @@ class _Scorer:
         raise DataError(f"extra_info is {place!r:.60}, without split and index; make the rows by to_dataset")
 
     def scores(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Score]:
-        """The scores of these answers, side by side where a grader waits."""
+        """The scores of these answers, computed concurrently where a grader waits."""
         turns = [(Turn(messages=(), text=text),) for text in texts]
 
         async def score(task: Task, answer: Sequence[Turn]) -> Score:
@@ -218,7 +218,7 @@ class _GraderByName:
 
 
 def _text_of(completion: object) -> str:
-    """The text of TRL's completion: a text, or messages, of which the last is the answer."""
+    """The text of a completion from TRL, which is a text or a list of messages that ends with the answer."""
     if isinstance(completion, str):
         return completion
     messages = completion if isinstance(completion, Sequence) else ()

@@ -1,4 +1,4 @@
-"""Records of tasks, messages, tools and scores, between an environment and whoever asks a model."""
+"""Records of tasks, messages, tools and scores, exchanged by an environment and the code that samples from a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-if TYPE_CHECKING:  # graders of texts start without them
+if TYPE_CHECKING:  # graders that read only text need not import these packages
     import numpy as np
     from numpy.typing import NDArray
     from PIL.Image import Image
@@ -18,11 +18,11 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 
 
 PixelChange: TypeAlias = "Callable[[NDArray[np.uint8]], NDArray[np.uint8]]"
-"""A change of RGB values [height, width, 3] that keeps their shape (views of a run)."""
+"""A function that changes RGB values [height, width, 3] and keeps their shape (image augmentations of a run)."""
 
 
 Conversion: TypeAlias = Literal["cmyk", "16_bit", "frames", "rotated"]
-"""Conversions of an image that may be refused or allowed (`ImageOpener.convert_images`)."""
+"""Conversions of an image that settings may allow (`ImageOpener.convert_images`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,9 +32,9 @@ class ImageRef:
     source: bytes | str | NDArray[np.uint8] | Image
     """Encoded file content, a local path, a URL, RGB values [height, width, 3], or a Pillow image."""
     where: str = "image"
-    """Its name in error messages, such as `train.parquet row 12, image 1`."""
+    """The image's name in error messages, such as `train.parquet row 12, image 1`."""
     change: PixelChange | None = None
-    """A change that follows the opening."""
+    """A change to apply to the pixels after the image is opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +42,16 @@ class Task:
     """One row of a data set, as an environment understands it."""
 
     id: str
-    """Unique in its split and the same in every run; the key of the prompt cache and of the resumable order."""
+    """Unique in its split and the same in every run; key of the prompt cache and of the order that a run resumes."""
     question: str
-    """The user's text; `<image>` marks where an image goes (none: images come first)."""
+    """The user's text; `<image>` marks where an image goes; without a mark, images come first."""
     answer: str
     """The gold answer."""
     images: tuple[ImageRef, ...] = ()
     kind: str = "all"
     """The question type by which accuracies are reported."""
     row: Mapping[str, object] = field(default_factory=dict)
-    """The row as it was read, for rewards of the user's own."""
+    """The row as it was read, for custom reward functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,9 @@ class Message:
     role: Role
     parts: tuple[str | ImageRef, ...]
     tool: str = ""
-    """Name of the tool whose result a message of the role `tool` is."""
+    """Name of the tool whose result this message holds, if its role is `tool`."""
     failed: bool = False
-    """True if the message says that a tool call has failed, or that an environment could not read the answer."""
+    """True if the message reports that a tool call failed, or that the environment could not parse the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +89,9 @@ class AnswerEnd:
     r"""The end of an answer in a response: the brace that closes a `\boxed{...}`, or a `closing` string."""
 
     closing: str = ""
-    """A string that ends the answer, such as `</answer>`; empty: a box does (`graders.math_answer.box_end`)."""
+    """A string that ends the answer, such as `</answer>`; empty: a box ends it (`graders.math_answer.box_end`)."""
     after: str = ""
-    """Text after which the answer is looked for, such as `</think>`; empty: from the beginning."""
+    """Text after which the search for the answer starts, such as `</think>`; empty: search from the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +102,9 @@ class Turn:
     text: str
     finish: FinishReason = "stop"
     seconds: float = 0.0
-    """Seconds that the environment took for the messages; 0 in the first turn."""
+    """Seconds that the environment took to produce the messages; 0 in the first turn."""
     num_tokens: int | None = None
-    """Number of tokens of the answer, with its end; None where nobody counted them, as in a server's answer."""
+    """Number of tokens of the answer, including the end token; None if unknown, as for a server that does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +112,9 @@ class Mark:
     """A box or a point on an image of a task, such as the box that a reward compared with the truth."""
 
     image: int
-    """Place of the image among those of the task, from 1."""
+    """Number of the image among the task's images, from 1."""
     xy: tuple[float, ...]
-    """x, y of a point, or x1, y1, x2, y2 of a box, in shares of the image's width and height from its top left."""
+    """x, y of a point, or x1, y1, x2, y2 of a box, as fractions of the image's width and height from its top left."""
     label: str = ""
 
 
@@ -130,6 +130,6 @@ class Score:
     image_parts: tuple[Mapping[str, float], ...] = ()
     """Parts of the reward for each image of the task, in order; empty unless the reward distinguishes images."""
     marks: tuple[Mark, ...] = ()
-    """Boxes and points to be drawn on the images of the task; no part of the reward."""
+    """Boxes and points to draw on the images of the task; they do not affect the reward."""
     turns: tuple[float, ...] = ()
-    """Rewards of the turns, one for each, whose sum is `reward`; empty: the reward is that of the whole episode."""
+    """One reward per turn, whose sum is `reward`; empty: the reward belongs to the whole episode."""

@@ -359,7 +359,7 @@ def test_a_mapping_that_holds_itself_is_told() -> None:
     circle: dict[str, object] = {}
     circle["train"] = [{"a": circle}]
     for key, given in (("train", {"settings": circle}), ("data", {"data": circle})):
-        told = f"settings: {key}: holds itself, or nests more than 50 deep, as no setting does; flatten it"
+        told = f"settings: {key}: is nested more than 50 levels deep, or holds itself; flatten it"
         with pytest.raises(fovea.FoveaError, match=told):
             fovea.GRPO(model={"tiny": {}}, **given)
 

@@ -74,7 +74,7 @@ def test_other_values_are_text(recipe: Path, text: str) -> None:
 def test_numbers_of_other_bases_are_text(recipe: Path, override: str) -> None:
     """YAML 1.1 has 1:30 as 90, which would be hours, and 0100 as 64."""
     key, _, value = override.partition("=")
-    fix = "" if ":" in value else "; write it without the zeros before it"
+    fix = "" if ":" in value else "; write it without leading zeros"
     with pytest.raises(ConfigError, match=f'{key}: "{value}" does not fit; allowed: .*{fix}$'):
         load_config([recipe], [override])
     assert load_config([recipe], [f"run_dir={value}"]).run_dir == value
@@ -131,7 +131,7 @@ ENVIRONMENTS = (
     "shapes | shapes_small | grounding_shapes | geo3k | vqa | caption | rows | geospot | grounding | gymnasium | "
     "openenv | nemo_gym | own | mixture | frozen_lake | pages | shapes_zoom | sokoban"
 )
-BOOLEAN = "yes, no, on and off are read as true and false, as YAML has them; as text write '\"yes\"'"
+BOOLEAN = "YAML reads yes, no, on and off as true and false; to give a text, write '\"yes\"'"
 
 
 @table(
@@ -161,7 +161,7 @@ def test_what_an_unknown_key_is_told(recipe: Path, key: str, near: str) -> None:
         ("seed=true", "true", "integer >= 0 and < 4294967296"),
         ("seed=1.5", "1.5", "integer >= 0 and < 4294967296"),
         ("threads=0", "0", "integer >= 1 and <= 1024 or null"),
-        ("run_dir=5", "5", "text; to give it as text write '\"5\"'"),
+        ("run_dir=5", "5", "text; to give it as text, write '\"5\"'"),
         ("run_dir=", "null", "text"),
         ("run_dir=yes", "true", f"text; {BOOLEAN}"),
         ("resume=yes", "true", "never | auto or text; true is resume=auto here"),
@@ -221,7 +221,7 @@ def test_what_a_bad_override_is_told(recipe: Path, override: str, message: str) 
         ({"name": "shapes", "level": [1, 1]}, "level=[1, 1] names a level twice"),
         ({"name": "vqa", "train_files": ["a"]}, "test_files: must be set, or {}test_share=0.1"),
         ({"name": "frozen_lake", "state_reward": 1.0}, "state_reward is for descriptions in a thought, and {}think="),
-        ({"name": "mixture", "parts": {}}, "parts is empty, so that there are no rows"),
+        ({"name": "mixture", "parts": {}}, "parts is empty, so there are no rows"),
         (
             {"name": "vqa", "train_files": ["a"], "test_share": 0.1, "prompt_template": "Reply as .json"},
             "prompt_template='Reply as .json'",
@@ -262,8 +262,13 @@ def test_what_another_environment_lacks_names_what_its_choice_dropped(recipe: Pa
         "environment.test_share=0.1): set again what should stay"
     )
     assert error_of([recipe], "environment.name=caption", "environment.train_files=[a.jsonl]") == (
+<<<<<<< HEAD
         "recipes/small.yaml and command line: environment.test_files: must be set, or environment.test_share=0.1 for a "
         f"share of the training rows; {chosen} (environment.test_share=0.1): set again what should stay"
+=======
+        "recipes/small.yaml and command line: environment.test_files: must be set, or environment.test_share=0.1 to "
+        f"hold out a share of the training rows; {chosen} (environment.test_share=0.1): give again what is to stay"
+>>>>>>> h-m
     )
 
 

@@ -77,7 +77,7 @@ def test_short_forms_of_parts(tmp_path: Path) -> None:
         ("environment.parts.scene.share=2", r"scene: no such part; .*\.name would add one; did you mean .*\.scenes\?"),
         ("environment.parts.other.environment.level=2", r"other: no such part; .*\.environment\.name would add one"),
         (f"{GEOMETRY}.share=0", r"geometry\.share: 0 does not fit; allowed: number > 0"),
-        ("environment.parts={a/b: {}}", r"'a/b' does not fit in the names"),
+        ("environment.parts={a/b: {}}", r"'a/b' cannot be part of the names"),
         ("environment.parts=null", r"environment\.parts: null does not fit"),
         ("max_epochs=2", r"max_epochs=2 uses every row once per epoch, but environment\.name=mixture samples"),
         ("data.shuffle=false", r"data\.shuffle=false uses every row once per epoch, but environment\.name=mixture"),

@@ -237,9 +237,9 @@ def test_the_log_of_an_engine_in_a_process_of_another_engine_is_kept(
 @pytest.mark.parametrize(
     ("code", "kind", "last_words"),
     [
-        ("exit()", NotStartedError, "without a word"),
+        ("exit()", NotStartedError, "no output"),
         ("raise ValueError('no such model')", NotStartedError, "ValueError: no such model"),
-        ("os.kill(0, 9)", LostEngineError, "without a word"),
+        ("os.kill(0, 9)", LostEngineError, "no output"),
     ],
 )
 def test_a_process_that_ends_by_itself_before_it_is_ready_would_again(

@@ -73,7 +73,7 @@ def test_an_installed_fovea_is_not_lent(monkeypatch: pytest.MonkeyPatch, tmp_pat
     ("script", "said"),
     [
         (f'exec {sys.executable} -I -S "$@"', "No module named 'fovea'"),
-        ("exit 0", "without a word"),
+        ("exit 0", "no output"),
         ("echo bad interpreter; exit 3", "bad interpreter"),
     ],
 )

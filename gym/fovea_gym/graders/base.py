@@ -1,4 +1,4 @@
-"""Graders: the protocol by which a run scores an episode, and the record that the built-in ones judge an answer by."""
+"""Graders: the protocol by which a run scores an episode, and the verdict record of the built-in graders."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from fovea_gym.types import Score, Task, Turn
 
 
 class Grader(Protocol):
-    """Scores an episode; stateless. `graders.grading` wraps timeouts, retries and failures around it."""
+    """Scores an episode; stateless. `graders.grading` adds time limits, retries and the handling of failures."""
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """The score of an episode, by its last turn; NoScoreError without one, TryAgainError if another call may."""
+        """The score of an episode, by its last turn; NoScoreError on failure, TryAgainError if a retry may help."""
         ...
 
 
 class NoScoreError(ScoreError):
-    """A call of a grader or a session without a result. Its text goes on from a name: "raised KeyError: 'a'"."""
+    """A call of a grader or a session failed. The text continues a sentence after a name: "raised KeyError: 'a'"."""
 
 
 class TryAgainError(NoScoreError):
-    """A call without a result this time, such as one to a server that is busy; it has changed nothing."""
+    """A call failed without side effects and may succeed when retried, such as a call to a busy server."""
 
 
 class LateError(NoScoreError):
-    """A call that took longer than its time limit."""
+    """A call took longer than its time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """The verdict on a whole response, given the truth."""
+    """The verdict on a whole response, given the true answer."""
 
     score: float
-    """0..1, before any weights of a reward."""
+    """Score in 0..1, before the weights of a reward are applied."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The components of the score, by name."""
     reason: str = ""
-    """One line: the answer that was read, and why it scores so."""
+    """One line with the parsed answer and the reason for its score."""
 
 
 def weighted_turns(scores: Sequence[tuple[float, Score]], num_turns: int) -> tuple[float, ...]:
-    """Rewards of turns in the weighted sum of scores, if any has some; one of a whole episode is of the last turn."""
+    """Weighted sum of per-turn rewards, empty if no score has them; a score without them counts at the last turn."""
     if not any(score.turns for _, score in scores):
         return ()
     given = [(weight, score.turns or (*[0.0] * (num_turns - 1), score.reward)) for weight, score in scores]
@@ -51,5 +51,5 @@ def weighted_turns(scores: Sequence[tuple[float, Score]], num_turns: int) -> tup
 
 
 def shown(text: str, limit: int = 60) -> str:
-    """A model's text in one short line."""
+    """A model's text as one short line."""
     return repr(text if len(text) <= limit else f"{text[:limit]}...")

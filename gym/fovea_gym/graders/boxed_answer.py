@@ -1,4 +1,4 @@
-"""The grade of `geo3k`: the final answer of a response, in a box or in tags, against true answers."""
+"""The grade of `geo3k`: compares the final answer of a response, in a box or in tags, with the true answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fovea_gym.graders.base import Grade, shown
 from fovea_gym.graders.math_answer import last_boxed, same_answer
 
 FindsAnswer: TypeAlias = Callable[[str], str | None]
-"""A function of a response to its final answer; None where it has none in form."""
+"""A function that returns the final answer of a response, or None if the response has none in the required form."""
 
 
 def gold_answers(cell: object, where: str) -> list[str]:
-    """The true answers of a cell: one, or several in a list, also in verl's `ground_truth`."""
+    """The true answers in a cell: one answer or a list of them, which may be in verl's `ground_truth`."""
     if isinstance(cell, Mapping):
         cell = cell.get("ground_truth")
     several = cell if isinstance(cell, list | tuple) and cell else [cell]
@@ -25,10 +25,10 @@ def gold_answers(cell: object, where: str) -> list[str]:
 def grade(
     prediction: str, truth: str | Sequence[str], *, find: FindsAnswer = last_boxed, think_tags: bool = False
 ) -> Grade:
-    """A response against the true answer, or any of several, by its last closed box.
+    """Grade the last closed box of a response: right if it equals any of the true answers.
 
-    `format` is 1 for an answer in form, which with `think_tags` follows `</think>`. The opening tag may be missing:
-    many chat templates have written it already.
+    The part `format` is 1 if the answer has the required form; with `think_tags` it must follow `</think>`. The opening
+    `<think>` may be missing, since many chat templates write it into the prompt.
     """
     truths = [truth] if isinstance(truth, str) else truth
     given = find(prediction)
@@ -43,12 +43,12 @@ def grade(
 
 
 def is_gradable(truths: Sequence[str]) -> bool:
-    """True if each true answer is right when it is boxed word for word; `{5` and a bare `$` are not."""
+    """True if each true answer, boxed literally, would be graded right; false for `{5` and a bare `$`."""
     return all(grade(rf"\boxed{{{truth}}}", truth).score == 1 for truth in truths)
 
 
 def _found_after_thinking(text: str, find: FindsAnswer) -> bool:
-    """True if an answer follows exactly one stretch of reasoning in tags."""
+    """True if an answer follows exactly one block of reasoning in tags."""
     thought, closing, tail = text.partition("</think>")
     thought = re.sub(r"^\s*<think>", "", thought)
     well_formed = closing and thought.strip() and not re.search("</?think>", thought + tail)

@@ -1,6 +1,6 @@
-"""Graders for answers in a file: the code that scores a run, applied to a prediction and the `truth` of its row.
+"""Graders for answers in a file: the scoring code of a run, applied to a prediction and the `truth` of its row.
 
-The graders of geo3k and vqa import only pydantic, and start in a tenth of a second; the others are imported by name.
+The graders of geo3k and vqa import only pydantic and start in a tenth of a second; the others are imported when named.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OfflineGrader: TypeAlias = Callable[[str, Row, str], Grade]
 
 
 def check_grader(name: str, graders: Sequence[str] = get_args(Gradable)) -> None:
-    """ConfigError, with a near name, for one that none of these graders has."""
+    """Raise ConfigError, with the closest name, for a name that is not in `graders`."""
     if name not in graders:
         near = difflib.get_close_matches(name, graders, n=1)
         fix = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(graders)}"
@@ -34,7 +34,7 @@ def check_grader(name: str, graders: Sequence[str] = get_args(Gradable)) -> None
 
 
 def grader_of(name: Gradable, rows: Iterable[Row]) -> OfflineGrader:
-    """The grader of an environment; captions' reads `rows`. MissingExtraError without geospot's gazetteer."""
+    """The grader of an environment; that of captions reads `rows`. MissingExtraError without geospot's gazetteer."""
     match name:
         case "geo3k":
             return _geo3k
@@ -60,7 +60,7 @@ def grader_of(name: Gradable, rows: Iterable[Row]) -> OfflineGrader:
 
             def references() -> Iterator[list[str]]:
                 for row in rows:
-                    with suppress(DataError):  # a row without a caption is counted when it is graded
+                    with suppress(DataError):  # a row without a caption is counted later, when it is graded
                         yield captions(row, "row")
 
             cider = caption.CiderD(islice(references(), caption.IDF_ROWS))
@@ -75,7 +75,7 @@ def _geo3k(prediction: str, row: Row, where: str) -> Grade:
 
 
 def _vqa(prediction: str, row: Row, where: str) -> Grade:
-    """A row with `options` is multiple choice."""
+    """Grade a row of vqa; a row with `options` is multiple choice."""
     truth = _truth(row, where)
     if row.get("options") is None:
         truths = vqa_answer.answers_of(truth if isinstance(truth, list) else [truth], where)

@@ -1,8 +1,8 @@
-"""Scores of a run's answers: the one place where a grader is called, whatever it is and however it fails.
+"""Scoring of a run's answers: the only place that calls graders and handles their failures.
 
-From the outside in: `Grading` asks the grader of a stage and checks its reward; `LimitedCalls` gives every call a time
-limit, retries and a place among those that run at once, for graders that wait and for sessions; `CallThreads` runs
-the user's blocking code in threads.
+From the outside in: `Grading` calls the grader of a stage and checks its reward; `LimitedCalls` adds a time limit,
+retries and a limit on concurrent calls, for graders that wait and for sessions; `CallThreads` runs blocking user code
+in threads.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from fovea_gym.utils.event_loop import BackgroundLoop
 from fovea_gym.utils.loop_watch import LoopWatch
 
 REWARD_LIMIT = 1e6
-"""Size above which a reward is an error: it would drown all others, and its square may not be finite."""
+"""Magnitude above which a reward is an error: it would dominate all others, and its square may not be finite."""
 FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
 HELD_SECONDS = 60.0
-"""How long after its time limit a call may keep the event loop from running: an export or an engine's start of the same
+"""Seconds beyond its time limit for which a call may block the event loop; an export or the start of an engine in this
 process may hold the interpreter lock for seconds."""
 MAX_LATE_CALLS = 8
 Result = TypeVar("Result")
@@ -52,47 +52,47 @@ class Closes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grading:
-    """A run's graders, with the limits of their calls and the policy for answers that they leave without a score."""
+    """A run's graders, with the limits of their calls and the handling of answers that they cannot score."""
 
     graders: tuple[Grader, ...]
-    """One for each stage of the curriculum, or one for all; the last one scores held-out rows."""
+    """One grader per stage of the curriculum, or one for all stages; the last one scores held-out rows."""
     calls: LimitedCalls | UnlimitedCalls | None = None
-    """Limits for graders that wait. None: graders that never wait, awaited in turn without a task or a thread."""
+    """Limits for graders that wait; None if no grader waits: they are awaited in turn, without a task or a thread."""
     clients: tuple[Closes, ...] = ()
-    """Connections that the graders use on the loop of their calls."""
+    """Clients with connections that the graders use on the loop of their calls."""
     parts: tuple[Grading, ...] = ()
-    """Gradings that these graders call, closed with this one."""
+    """Gradings that these graders call; they are closed together with this one."""
 
     @property
     def waits(self) -> bool:
-        """True if some grader may wait, and may leave an answer without a score."""
+        """True if some grader may wait, and so may fail to score an answer."""
         return self.calls is not None or any(part.waits for part in self.parts)
 
     @property
     def drops_completions(self) -> bool:
-        """True if a completion without a score may be left out of its group by itself."""
+        """True if a single completion without a score may be dropped from its group."""
         own = isinstance(self.calls, LimitedCalls) and self.calls.limits.on_failure == "drop_completion"
         return own or any(part.drops_completions for part in self.parts)
 
     def at(self, stage: int) -> Grading:
-        """The same with the grader of a stage of the curriculum; 0 is the first."""
+        """A copy with only the grader of a stage of the curriculum; 0 is the first stage."""
         return replace(self, graders=(self.graders[stage],)) if len(self.graders) > 1 else self
 
     def beside(self, score: Score) -> Grading:
-        """The grading of an episode to which its session gave this score, in place of the environment's graders."""
+        """The grading of an episode whose session returned this score, which replaces the environment's graders."""
         given = GivenScore(score)
         grader = beside(self.graders[-1], given)
         return Grading(graders=(given,)) if grader is given else replace(self, graders=(grader,))
 
     def close(self) -> None:
-        """Close the clients and stop the thread in which waiting graders are called, those of the parts included."""
+        """Close the clients and stop the thread in which waiting graders are called, including those of the parts."""
         for part in self.parts:
             part.close()
         if self.calls is not None:
             self.calls.loop.close(*(client.aclose for client in self.clients))
 
     async def scores(self, task: Task, answers: Sequence[Sequence[Turn]]) -> list[Score]:
-        """The scores of episodes of one task; ScoreError, UnscoredError to drop them, DataError for bad rewards."""
+        """The scores of episodes of one task; ScoreError, UnscoredError to drop them, or DataError for bad rewards."""
         if not self.waits:
             return [await self._score(task, turns) for turns in answers]
 
@@ -112,14 +112,14 @@ class Grading:
         return self.checked(task, turns, score)
 
     def checked(self, task: Task, turns: Sequence[Turn], score: Score) -> Score:
-        """A score; DataError for a reward that is not finite or beyond the limit."""
+        """The given score; DataError for a reward that is not finite or beyond the limit."""
         if score.turns and len(score.turns) != len(turns):
             raise DataError(
                 f"{task.id}: {len(score.turns)} rewards of turns for an episode of {len(turns)}; give one for each turn"
             )
         for reward in (score.reward, *score.turns):
             if not abs(reward) <= REWARD_LIMIT:
-                # a whole number may be too large for a float, and for a text
+                # an int may be too large for a float and for its conversion to text
                 is_whole = isinstance(reward, int)
                 is_large, size = is_whole or math.isfinite(reward), Decimal(reward) if is_whole else reward
                 problem = f", beyond {REWARD_LIMIT:g}; scale it down" if is_large else "; return a finite number"
@@ -132,24 +132,24 @@ class Grading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """The limits of the calls of a grader or of sessions, and the words for them in messages."""
+    """The limits of the calls of a grader or of sessions, and their names in messages."""
 
     name: str
-    """The grader: `mine.py:score`, `the judge at http://localhost:8000/v1`."""
+    """The grader's name: `mine.py:score`, `the judge at http://localhost:8000/v1`."""
     settings: str = ""
-    """The words before the names of these limits in errors, such as `judge.` or `reward_`."""
+    """Prefix of the names of these limits in errors, such as `judge.` or `reward_`."""
     time_limit: str = "timeout_seconds"
-    """Last words of the setting of the time limit."""
+    """Name of the setting of the time limit, after the prefix."""
     calls_at_once: int = 1
     timeout_seconds: float | None = 10.0
-    """For one try; None for graders with a separate limit."""
+    """Time limit of one try; None for graders that have their own limit."""
     max_retries: int = 0
-    """Further tries after a timeout or a TryAgainError, with growing pauses."""
+    """Retries after a timeout or a TryAgainError, with growing pauses."""
     on_failure: Literal["error", "drop", "drop_completion"] = "error"
     may_hold_lock: bool = False
-    """True if the calls run code of the user's, which can keep the time limit from acting."""
+    """True if the calls run user code, which can block the time limit by holding the interpreter lock."""
     way_out: str = ""
-    """Advice on code that keeps the time limit from acting, after that to correct it, such as another remedy."""
+    """Further advice for code that blocks the time limit, appended to the advice to correct it."""
 
     @property
     def time_setting(self) -> str:
@@ -158,7 +158,7 @@ class CallLimits:
 
 
 class UnlimitedCalls:
-    """Calls of graders that keep to their own limits, on an event loop beside the run's."""
+    """Calls of graders that have their own limits, on an event loop separate from the run's."""
 
     def __init__(self, name: str) -> None:
         self.loop = BackgroundLoop(name)
@@ -169,19 +169,19 @@ class UnlimitedCalls:
 
 
 class LimitedCalls:
-    """Calls of a run's graders within shared limits."""
+    """Calls of a run's graders under shared limits."""
 
     def __init__(self, limits: CallLimits) -> None:
         self.limits = limits
         self._slots = asyncio.Semaphore(limits.calls_at_once)
-        # a separate thread: an engine that computes on the run's loop would hold up replies until their time runs out
+        # a separate thread: an engine that computes on the run's loop would delay replies beyond their time limit
         self.loop = BackgroundLoop(limits.name)
         self._calling = _watch(limits).calling if limits.may_hold_lock else nullcontext
 
     async def score(self, grader: Grader, task: Task, turns: Sequence[Turn]) -> Score:
-        """The score of the first try that gives one, awaited on `loop`; else ScoreError, or UnscoredError to drop.
+        """The score of the first successful try, awaited on `loop`; ScoreError or UnscoredError if all tries fail.
 
-        A FailedEpisodeError drops the completion, another UnscoredError its group.
+        The UnscoredError drops the group; if it is a FailedEpisodeError, it drops only the completion.
         """
         try:
             return await self.call(
@@ -199,7 +199,7 @@ class LimitedCalls:
     async def call(
         self, make: Callable[[], Awaitable[Result]], max_retries: int, again: tuple[type[NoScoreError], ...]
     ) -> Result:
-        """The result of the first try that gives one, awaited on `loop`; errors of types in `again` are tried again."""
+        """The result of the first successful try, awaited on `loop`; errors of the types in `again` are retried."""
         for num_failed in range(1, max_retries + 2):
             try:
                 return await self._try(make)
@@ -217,7 +217,7 @@ class LimitedCalls:
                 with self._calling():
                     return await make()
         except TimeoutError as error:
-            if not limit.expired():  # the code's own error, of a socket for instance
+            if not limit.expired():  # raised by the called code, for instance by a socket
                 raise NoScoreError(f"raised {first_line(error)}") from error
             raise LateError(f"took more than {self.limits.time_setting}={timeout_seconds or 0:g}") from error
 
@@ -235,7 +235,7 @@ def _watch(limits: CallLimits) -> LoopWatch:
 
 @dataclass(frozen=True, slots=True)
 class LimitedGrader:
-    """A grader whose calls keep to their own limits."""
+    """A grader with its own limits for its calls."""
 
     grader: Grader
     calls: LimitedCalls
@@ -245,30 +245,30 @@ class LimitedGrader:
 
 
 class BlockingCalls(Protocol):
-    """Runs calls that block, one at a time or several."""
+    """Runs blocking calls, one at a time or several at once."""
 
     async def run(self, call: Callable[[], object]) -> object:
-        """The result of a call; NoScoreError where it raises."""
+        """The result of a call; NoScoreError if it raises."""
         ...
 
 
 class CallThreads:
-    """Threads for calls of one piece of code, each call in a separate thread; to be used from one event loop."""
+    """Runs calls of one piece of code, each in a separate thread; to be used from a single event loop."""
 
     def __init__(
         self, name: str, *, setting: str = "reward_timeout_seconds", max_late_calls: int = MAX_LATE_CALLS
     ) -> None:
-        """`setting` is the time limit after which the caller gives a call up."""
+        """`setting` is the name of the time limit after which the caller abandons a call."""
         self._name = name
         self._setting = setting
         self._max_late_calls = max_late_calls
         self._late: list[Thread] = []
 
     async def run(self, call: Callable[[], object]) -> object:
-        """The result of a call. NoScoreError where it raises, ScoreError where too many calls given up still run."""
+        """The result of a call. NoScoreError if it raises, ScoreError if too many abandoned calls still run."""
         done: Future[tuple[object, BaseException | None]] = Future()
-        done.set_running_or_notify_cancel()  # from here on a timeout cannot cancel it under the thread's hands
-        # a daemon: a call that never ends must not hold the end of the process
+        done.set_running_or_notify_cancel()  # so that a timeout cannot cancel the future while the thread uses it
+        # a daemon thread, so that a call that never ends does not keep the process alive
         thread = Thread(target=lambda: done.set_result(result_or_error(call)), name=self._name, daemon=True)
         thread.start()
         try:
@@ -285,7 +285,7 @@ class CallThreads:
 
 
 async def called(threads: BlockingCalls, function: Callable[..., Any], *arguments: object) -> Any:
-    """The result of the user's function, awaited if it is async, else called in a thread."""
+    """The result of a user function, which is awaited if it is async and else called in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     return await threads.run(lambda: function(*arguments))
@@ -293,18 +293,18 @@ async def called(threads: BlockingCalls, function: Callable[..., Any], *argument
 
 @contextmanager
 def without_ends() -> Iterator[None]:
-    """NoScoreError for errors of awaited code that would end its event loop, or look like its end."""
+    """Convert errors of awaited code that would end its event loop, or look like its cancellation, to NoScoreError."""
     try:
         yield
     except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
         running = asyncio.current_task()
-        if running is not None and running.cancelling():  # by the time limit, or since the run ends
+        if running is not None and running.cancelling():  # cancelled by the time limit or at the end of the run
             raise
         raise NoScoreError(describe_error(error)) from error
 
 
 def result_of(result: object, error: BaseException | None) -> object:
-    """The result of a call; NoScoreError where it has raised."""
+    """The result of a call; NoScoreError if the call raised."""
     if isinstance(error, TryAgainError):
         raise error
     if error is not None:

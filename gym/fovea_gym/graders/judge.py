@@ -1,4 +1,4 @@
-"""A model as judge: one call of a chat endpoint for each completion; a call that fails raises, and scores nothing."""
+"""A model as judge: one call of a chat endpoint per completion; a failed call raises instead of giving a score."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fovea_gym.utils.http_json import CallBounds, CallError, JsonServer, bearer
 from fovea_gym.utils.shown_text import without_secrets
 
 RETRIES = 3
-"""Further tries with growing pauses, where the server is unreachable, busy or slow, or its reply holds no score."""
+"""Retries, with growing pauses, if the server is unreachable, busy or slow, or if its reply has no score."""
 MAX_SCORE = 10.0
-"""Highest score, by which scores are divided; prompts ask for a number from 0 to it."""
+"""Highest score; prompts ask for a number from 0 to MAX_SCORE, and the score is divided by it."""
 MAX_IMAGE_SIDE_PX = 1024
-"""Longest side of an image that is sent: a judge takes more tokens for larger ones."""
+"""Longest side of an image that is sent to the judge; larger images cost more tokens."""
 MAX_REPLY_BYTES = 1 << 20
 CAPTION_PROMPT = """\
 You grade a description of the image above. It was written for this request:
@@ -38,7 +38,7 @@ image; take points off for whatever is missing, vague or not to be seen, and giv
 Give your reasons in a sentence or two. End with a line of this form, and nothing after it:
 Score: <a number from 0 to 10>
 """
-"""Prompt about descriptions, where `judge.prompt` is not set."""
+"""Default prompt for descriptions, used if `judge.prompt` is not set."""
 ANSWER_PROMPT = """\
 You grade the answer to a question about the images above, if there are any. The question:
 <question>
@@ -57,7 +57,7 @@ the same as the true answer, whatever its form; 0 is another claim, none, or sev
 Give your reasons in a sentence or two. End with a line of this form, and nothing after it:
 Score: <a number from 0 to 10>
 """
-"""Prompt about answers, where `judge.prompt` is not set."""
+"""Default prompt for answers, used if `judge.prompt` is not set."""
 _WRONG_SETTING = {401, 403, 404}
 _SLOT = re.compile(r"\{(question|answer|references)\}")
 _SCORE = re.compile(
@@ -66,7 +66,7 @@ _SCORE = re.compile(
 
 
 def limits_of(settings: Judge) -> CallLimits:
-    """The limits of the calls of a judge."""
+    """The limits of the calls of a judge, from its settings."""
     return CallLimits(
         name=f"the judge at {without_secrets(settings.url)}",
         settings="judge.",
@@ -78,7 +78,7 @@ def limits_of(settings: Judge) -> CallLimits:
 
 
 class JudgeClient:
-    """A client of a judge; all of its calls are made on one event loop, on which it is closed."""
+    """A client of a judge; all of its calls, and its close, are made on one event loop."""
 
     def __init__(self, settings: Judge, default_prompt: str = ANSWER_PROMPT) -> None:
         self._settings = settings
@@ -109,7 +109,7 @@ class JudgeClient:
     ) -> dict[str, object]:
         settings = self._settings
         texts = {"question": question, "answer": answer, "references": "\n".join(references)}
-        # a text of the policy or the data set must not close the tags around it
+        # text from the policy or the data set must not close the tags around it
         text = _SLOT.sub(lambda slot: texts[slot[1]].replace("</", "< /"), self._prompt)
         parts: list[dict[str, object]] = [_image_part(image) for image in images]
         message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
@@ -117,7 +117,7 @@ class JudgeClient:
 
 
 def parsed_score(reply: str) -> float:
-    """The number of the one line `Score: N`, which is the last; TryAgainError for any other reply."""
+    """The number N of the only line `Score: N`, which must be the last line; TryAgainError for any other reply."""
     lines = [line for line in reply.splitlines() if line.strip()]
     scores = [match for match in map(_SCORE.match, lines) if match]
     if len(scores) != 1 or not _SCORE.match(lines[-1]):

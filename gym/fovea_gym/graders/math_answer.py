@@ -1,11 +1,10 @@
-r"""Mathematical answers: the boxed answer of a response, and its equality with the truth.
+r"""Mathematical answers: the boxed answer of a response, and its equality with the true answer.
 
-An answer has one value, which is read without the truth: of `x = \frac{11}{2} \approx 6` it is the fraction. Two
-answers are equal when they read the same after normalisation (`math_normalize`), or when both are formulas
-(`math_formula`) of equal value, and their units (`math_units`) agree. Anything else is a text
-(`\angle 1 \cong \angle 4`), and a text never equals a number.
-Every input ends in True or False, within milliseconds: no computer algebra system sees a model's text, so there is
-nothing to interrupt, on whatever thread and in however many workers.
+An answer has one value, which is read without knowing the true answer: of `x = \frac{11}{2} \approx 6` it is the
+fraction. Two answers are equal if their normalised texts are equal (`math_normalize`), or if both are formulas of equal
+value (`math_formula`), and their units agree (`math_units`). Anything else is a text (`\angle 1 \cong \angle 4`), and a
+text never equals a number. Every comparison ends within milliseconds: a model's text is never passed to a computer
+algebra system, so no comparison needs a timeout, in any thread or worker process.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from fovea_gym.graders.math_formula import Rounded, formula_value, is_close
 from fovea_gym.graders.math_normalize import normalised
 from fovea_gym.graders.math_units import agree, split_unit, without_unit
 
-# Longer answers are compared as they stand; the longest true answer of Geometry3K has 41 characters.
+# Longer answers are compared as literal texts; the longest true answer of Geometry3K has 41 characters.
 _MAX_CHARS = 400
 
 BOX = r"\boxed"
@@ -26,18 +25,18 @@ _BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\\\(?!boxed)|\\[{}]|[{}]")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` whose braces close; None where there is none. Linear time."""
+    r"""The content of the last `\boxed{...}` whose braces close, or None. Takes linear time."""
     boxes = [box for box, _ in _closed_boxes(text)]
     return text[boxes[-1]] if boxes else None
 
 
 def box_end(text: str) -> int | None:
-    r"""Index after the brace of the first `\boxed{...}` that is neither empty, as prompts have it, nor in another."""
+    r"""Index after the closing brace of the first outermost `\boxed{...}` that is not empty (as it is in prompts)."""
     return next((box.stop + 1 for box, is_outermost in _closed_boxes(text) if is_outermost and text[box].strip()), None)
 
 
 def _closed_boxes(text: str) -> Iterator[tuple[slice, bool]]:
-    r"""The content of each `\boxed{...}` in the order in which they close, and True for one that is in no other."""
+    r"""The content of each `\boxed{...}` in the order in which they close, with True if it is not inside another."""
     starts: list[int | None] = []
     depth = 0
     for match in _BOX_OR_BRACE.finditer(text):
@@ -53,14 +52,14 @@ def _closed_boxes(text: str) -> Iterator[tuple[slice, bool]]:
 
 
 def last_tagged(text: str) -> str | None:
-    """The content of the last `<answer>...</answer>`; None where there is none."""
+    """The content of the last `<answer>...</answer>`, or None."""
     before, closing, _ = text.rpartition("</answer>")
     _, opening, answer = before.rpartition("<answer>")
     return answer.strip() if closing and opening else None
 
 
 def same_answer(given: str, truth: str) -> bool:
-    """True if two answers, without their boxes, are equal as mathematics or as texts."""
+    """True if two answers, given without boxes, are equal as formulas or as texts."""
     if max(len(given), len(truth)) > _MAX_CHARS:
         return given.strip() == truth.strip() != ""
     given, truth = normalised(given), normalised(truth)
@@ -73,7 +72,7 @@ _CHOICE = re.compile(r"\(?([a-h])\)?:?|(yes|no)")
 
 
 def _same_choice(given: str, truth: str) -> bool:
-    """True for the same letter of multiple choice, or the same `yes` or `no`, in either case."""
+    """True if both answers are the same letter of multiple choice, or the same `yes` or `no`, ignoring case."""
     ours, theirs = _CHOICE.fullmatch(given.casefold()), _CHOICE.fullmatch(truth.casefold())
     return ours is not None and theirs is not None and ours.groups() == theirs.groups()
 
@@ -108,12 +107,12 @@ def _equal(one: Rounded | None, other: Rounded | None) -> bool:
 
 
 def _as_text(answer: str) -> str:
-    """A text without spaces, and without capitals except in names such as `AB`."""
+    """A text without spaces, and in lower case unless it is a name such as `AB`."""
     squeezed = answer.replace(" ", "")
     return squeezed.casefold() if re.search(r"(?<!\\)\b[A-Za-z]{4}", answer) else squeezed
 
 
-# What an answer says besides its value: a name, the way there, a rounded value behind it.
+# Parts of an answer other than its value: a name, intermediate steps, a rounded value at the end.
 
 _NAME_COMMAND = (
     r"\\(?:angle|triangle|overline|overset|stackrel|overarc|widehat|frown|arc|sin|cos|tan|theta|alpha|beta|gamma"
@@ -128,16 +127,16 @@ _COLON_NAME = re.compile(r"^([A-Za-z]) ?: ?(?=[-\d\\])")
 
 
 def _readings(answer: str) -> list[str]:
-    """The one value of an answer, and where that has a name the equation with it: `a = 90 - b` is `a + b = 90` too."""
+    """The value of an answer and, if the value is named, the whole equation: `a = 90 - b` may equal `a + b = 90`."""
     exact = _exact(answer)
     bare = _without_name(exact)
     return [bare] if bare == exact else [bare, exact]
 
 
 def _exact(answer: str) -> str:
-    r"""An answer without rounded values: `3 \sqrt{5} \approx 6.71` says the surd, and `x \approx 12` is `x = 12`."""
+    r"""An answer without rounded values: `3 \sqrt{5} \approx 6.71` becomes the root, `x \approx 12` is `x = 12`."""
     before, _, after = answer.rpartition("=")
-    # of `\frac{11}{2} = 6` nobody can say which is meant, but two decimals more were calculated
+    # `\frac{11}{2} = 6` is ambiguous, but a value with two or more decimals was computed from the exact form
     if re.fullmatch(r"-?\d*\.\d\d+", without_unit(after)) and _rounds_to(before, after):
         return before
     exact, *rounded = _APPROX.split(answer)
@@ -147,7 +146,7 @@ def _exact(answer: str) -> str:
 
 
 def _rounds_to(exact: str, rounded: str) -> bool:
-    """True if a decimal is the rounded value of an exact form; `12.4 = 12` would be two guesses."""
+    """True if a decimal is the rounded value of an exact form; false for `12.4 = 12`, which is two guesses."""
     exact, rounded = without_unit(_without_name(exact)), without_unit(rounded)
     digits, values = _DECIMAL.fullmatch(rounded), (formula_value(exact), formula_value(rounded))
     if digits is None or _DECIMAL.fullmatch(exact) or values[0] is None or values[1] is None or _has_letter(exact):
@@ -156,13 +155,13 @@ def _rounds_to(exact: str, rounded: str) -> bool:
 
 
 def _without_name(answer: str) -> str:
-    r"""The last term of `AB = \frac{24}{2} = 12`, after names and formulas that do equal it."""
+    r"""The last term of `AB = \frac{24}{2} = 12`, if the terms before it are names or formulas of equal value."""
     first, *rest = [part.strip() for part in _EQUALS.split(_COLON_NAME.sub(r"\1 = ", answer))]
     if not rest:
         return first
     *between, last = rest
     if any(_SEVERAL.search(part) for part in (first, *between)):
-        return answer  # `x = 5, x = 6` are two equations, and no way from one to the other
+        return answer  # `x = 5, x = 6` are two equations, not steps of one calculation
     value = formula_value(without_unit(last))
     is_named = _NAME.fullmatch(first) is not None
     bare = without_unit(first)
@@ -171,7 +170,7 @@ def _without_name(answer: str) -> str:
     if value is None or not (is_named or _equal(formula_value(first), value)):
         return answer
     steps = [formula_value(part) for part in between]
-    # a named quantity may be written out in letters on the way: `C = 2 \pi r = 13 \pi`
+    # the steps of a named quantity may contain letters: `C = 2 \pi r = 13 \pi`
     if all(_equal(step, value) or (is_named and _has_letter(part)) for part, step in zip(between, steps, strict=True)):
         return last
     return answer
@@ -184,12 +183,12 @@ def _has_letter(part: str) -> bool:
 # Relations: `b + a = 90` is `a + b = 90`, `60 > x` is `x < 60`.
 
 _SWAPPED = {"=": "=", r"\cong": r"\cong", r"\sim": r"\sim", "<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
-"""The relation that holds when the sides of each are swapped."""
+"""For each relation, the equivalent relation with its sides swapped."""
 _RELATION = re.compile(r"(=|<|>|\\(?:cong|sim|le|ge)(?![A-Za-z]))")
 
 
 def _same_relation(given: str, truth: str) -> bool:
-    """True if two texts are the same relation; each has exactly one sign between two sides."""
+    """True if two texts are the same relation; each must have exactly one relation sign."""
     match _RELATION.split(given), _RELATION.split(truth):
         case [[left, relation, right], [truth_left, truth_relation, truth_right]]:
             sides = (truth_left, truth_right)
@@ -200,7 +199,7 @@ def _same_relation(given: str, truth: str) -> bool:
 
 
 def _same_sides(given: tuple[str, str], truth: tuple[str, str]) -> bool:
-    """True if the sides are equal, as they are or after terms change sides: `a = 90 - b`."""
+    """True if the sides are equal, directly or after terms move to the other side: `a = 90 - b`."""
     if _same_side(given[0], truth[0]) and _same_side(given[1], truth[1]):
         return True
     return _equal(_difference(given), _difference(truth))
@@ -219,14 +218,14 @@ _LIST_NAME = re.compile(r"([A-Za-z](?:_ ?\{? ?\w ?\}?)?'?) ?(?:=|\\in(?![A-Za-z]
 
 
 def _unnamed(answer: str, other: str) -> str:
-    r"""A point, interval or set without its name, as in `x \in [0, 1)`, unless the other one has another name."""
+    r"""A point, interval or set such as `x \in [0, 1)` without its name, unless the other answer has another name."""
     named, others = _LIST_NAME.match(answer), _LIST_NAME.match(other)
     is_named_alike = named and others and (named[1] or named[2]) == (others[1] or others[2])
     return answer[named.end() :] if named and (others is None or is_named_alike) else answer
 
 
 def _same_list(given: str, truth: str) -> bool:
-    """True if two lists are equal: names and sets in any order, other items in the given order."""
+    """True if two lists are equal; names and the items of sets may be in any order, other items may not."""
     names, truth_names = _items(given), _items(truth)
     if names is not None and names == truth_names:
         return True
@@ -243,7 +242,7 @@ def _same_items(items: list[str], truth_items: list[str]) -> bool:
 
 
 def _set(answer: str) -> list[str]:
-    r"""The items of a set in braces, `\{1, 2\}` or `{1, 2}`; none for other answers."""
+    r"""The items of a set in braces, `\{1, 2\}` or `{1, 2}`; an empty list for other answers."""
     found = _SET.fullmatch(answer)
     items = _between_commas((found[1] or found[2] or "").strip()) if found else []
     is_one = all(item.count("{") == item.count("}") for item in items)
@@ -254,7 +253,7 @@ _SET = re.compile(r"\\\{(.*)\\\}|\{(.*)\}", re.DOTALL)
 
 
 def _same_set(items: list[str], truth_items: list[str]) -> bool:
-    """True if each item is equal to one of the other list, in any order."""
+    """True if the two lists have equal items, in any order."""
     pairs = zip(sorted(items, key=_rank), sorted(truth_items, key=_rank), strict=False)
     return len(items) == len(truth_items) and all(
         _same_side(one, other) or _same_items(_in_order(one), _in_order(other)) for one, other in pairs
@@ -262,7 +261,7 @@ def _same_set(items: list[str], truth_items: list[str]) -> bool:
 
 
 def _rank(item: str) -> tuple[float, str]:
-    """A key by which equal items of two sets stand at the same place; points are in the order of their texts."""
+    """A sort key that puts equal items of two sets at the same place; points are sorted by their texts."""
     value = formula_value(without_unit(item))
     return (math.inf, _as_text(item).replace("+", "")) if value is None else (value.value, "")
 
@@ -276,7 +275,7 @@ _VARIABLE = re.compile(r"([A-Za-z]|\\[a-z]+)(?: ?_ ?\{? ?(\w) ?\}?)?")
 
 
 def _same_both(given: str, truth: str) -> bool:
-    r"""True if two answers have the same two or more values, and either writes them with `\pm`."""
+    r"""True if two answers have the same values, at least two, and one of the answers uses `\pm`."""
     if not _PLUS_MINUS.search(given) and not _PLUS_MINUS.search(truth):
         return False
     ours = _values(given)
@@ -284,7 +283,7 @@ def _same_both(given: str, truth: str) -> bool:
 
 
 def _values(answer: str) -> list[str]:
-    r"""The values of `x = 3 or x = -3` or `x = \pm 3`; none where names differ or an item has two signs."""
+    r"""The values of `x = 3 or x = -3` or `x = \pm 3`; an empty list if names differ or an item has two signs."""
     items = _set(answer) or _between_commas(_OR.sub(",", answer))
     values, names = [], set()
     for item in items:
@@ -298,14 +297,14 @@ def _values(answer: str) -> list[str]:
 
 
 def _same_assignments(given: str, truth: str) -> bool:
-    """True if two answers give the same values to variables; a bare point gives them in the order of the alphabet."""
+    """True if two answers assign the same values; a bare point assigns its coordinates in alphabetical order."""
     ours, theirs = _assignments(given), _assignments(truth)
     ours, theirs = ours or _assigned(given, theirs), theirs or _assigned(truth, ours)
     return len(ours) > 1 and ours.keys() == theirs.keys() and all(_same_side(ours[name], theirs[name]) for name in ours)
 
 
 def _assignments(answer: str) -> dict[str, str]:
-    """The values by name of `x = 2, y = 3` or `(x, y) = (2, 3)`; none for other answers."""
+    """The values by variable name in `x = 2, y = 3` or `(x, y) = (2, 3)`; empty for other answers."""
     pairs = [_EQUALS.split(item) for item in _between_commas(_AND_ALSO.sub(",", answer))]
     if len(pairs) == 1 and len(pairs[0]) == 2:
         names, values = map(_coordinates, pairs[0])
@@ -322,13 +321,13 @@ def _assigned(point: str, names: dict[str, str]) -> dict[str, str]:
 
 
 def _coordinates(point: str) -> list[str]:
-    """The coordinates of a point; none for an interval or a list without brackets."""
+    """The coordinates of a point; an empty list for an interval or a list without brackets."""
     items = _in_order(point.strip())
     return items[1:-1] if items[:1] == ["("] and items[-1:] == [")"] else []
 
 
 def _in_order(answer: str) -> list[str]:
-    """The items between the commas of a list, behind each bracket around it: `[0, 1)` has `[`, `0`, `1` and `)`."""
+    """The items of a list separated by commas, with the brackets around it: `[`, `0`, `1` and `)` for `[0, 1)`."""
     brackets = answer[:1] + answer[-1:]
     if brackets in ("()", "[]", "(]", "[)"):
         return [brackets[0], *_between_commas(answer[1:-1]), brackets[1]] if "," in answer else []
@@ -347,7 +346,7 @@ def _between_commas(answer: str) -> list[str]:
 
 
 def _items(answer: str) -> tuple[bool, list[str]] | None:
-    """Names of a list's items, and True if they are angles."""
+    """True if a list's items are angles, and their sorted names; None if the answer is not a list of names."""
     are_angles = _ANGLES.match(answer) is not None
     items = sorted(_as_text(_ANGLES.sub("", item.strip())) for item in _AND.split(answer))
     is_list = len(items) > 1 and all(items) and not re.search(r"[()\[\]{}]", answer)

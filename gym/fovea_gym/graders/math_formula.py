@@ -1,6 +1,6 @@
-r"""The value of a short LaTeX formula, by our own parser: nothing is eval'ed, every input ends quickly.
+r"""The value of a short LaTeX formula, computed by our own parser: no eval, and any input ends quickly.
 
-The grammar, loosest first (spaces matter in mixed numbers only):
+The grammar, from the loosest binding to the tightest (spaces matter only in mixed numbers):
 
     ratio    sum [":" sum]
     sum      product (("+" | "-") product)*
@@ -11,9 +11,9 @@ The grammar, loosest first (spaces matter in mixed numbers only):
     mixed    4 \frac{4}{11} | 4 4/11
     function (\sin | \cos | \tan | \ln | \lg | \log ["_" argument]) ["^" argument] (group | factors)
 
-A letter stands for a fixed transcendental number, so that formulas in `y` are equal when they are one
-polynomial. Angles are in radians, in which no sine of a whole number is a fraction: `\sin 30` equals itself only. The
-base of a bare `\log` is unknown, and likewise a fixed number.
+A letter stands for a fixed transcendental number, so two formulas in `y` are equal if they are the same polynomial.
+Angles are in radians, where the sine of a whole number is never a fraction: `\sin 30` equals only itself. The base of a
+bare `\log` is unknown and is also represented by a fixed number.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import re
 from dataclasses import dataclass
 
 _ROUNDING = 2.0**-51
-"""Relative, of one operation: twice the distance of neighbours, for functions that round less well than `+`."""
+"""Relative error of one operation: twice the spacing of floats, since some functions round less exactly than `+`."""
 _TOLERANCE = 1e-12
-"""Relative; no bound of errors makes two numbers equal that are further apart."""
+"""Relative; numbers further apart than this are never equal, whatever their error bounds."""
 _SMALLEST = 1e-300
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """A number, and how far rounding may have moved it."""
+    """A number with a bound on its rounding error."""
 
     value: float
     error: float = 0.0
@@ -41,7 +41,7 @@ class Rounded:
             raise OverflowError(f"{self.value} with an error of {self.error}")
 
     def __add__(self, other: Rounded) -> Rounded:
-        """ArithmeticError where rounding hides one of the terms, as in `2^{60} + 1`."""
+        """The sum; ArithmeticError if rounding would lose one of the terms, as in `2^{60} + 1`."""
         small, large = sorted((self, other), key=lambda term: abs(term.value))
         if not small.is_zero() and abs(small.value) < _ROUNDING * abs(large.value):
             raise ArithmeticError(f"{small.value} is lost beside {large.value}")
@@ -67,7 +67,7 @@ class Rounded:
         return _of(value, (self.error + abs(value) * other.error) / abs(other.value))
 
     def __pow__(self, exponent: Rounded) -> Rounded:
-        """ArithmeticError where the power is not a real number."""
+        """The power; ArithmeticError if it is not a real number."""
         value = self.value**exponent.value
         if isinstance(value, complex):
             raise ArithmeticError(f"{self.value} to the power of {exponent.value}")
@@ -78,22 +78,22 @@ class Rounded:
         return _of(value, abs(value) * (abs(of_base) + exponent.error * abs(math.log(abs(self.value)))))
 
     def sin(self, shift: float = 0.0) -> Rounded:
-        """The sine, or with a shift by a quarter of a turn the cosine."""
+        """The sine of the value plus `shift`; a shift of pi / 2 gives the cosine."""
         return _of(math.sin(self.value + shift), self.error + _ROUNDING * (abs(self.value) + shift))
 
     def ln(self) -> Rounded:
-        """ArithmeticError where the logarithm is not a real number."""
+        """The natural logarithm; ArithmeticError if it is not a real number."""
         if self.value <= 0:
             raise ArithmeticError(f"the logarithm of {self.value}")
         return _of(math.log(self.value), self.error / self.value)
 
     def is_zero(self) -> bool:
-        """True if it is 0 but for rounding."""
+        """True if the number is 0 up to rounding."""
         return abs(self.value) <= min(self.error, _TOLERANCE)
 
 
 def is_close(one: Rounded, other: Rounded) -> bool:
-    """True if two numbers are equal but for rounding."""
+    """True if two numbers are equal up to rounding."""
     if one.is_zero() or other.is_zero():
         return one.is_zero() and other.is_zero()
     largest = max(abs(one.value), abs(other.value))
@@ -101,7 +101,7 @@ def is_close(one: Rounded, other: Rounded) -> bool:
 
 
 def _check_underflow(value: float, of: float) -> None:
-    """ArithmeticError for a result that float64 holds with fewer digits, and at last as 0."""
+    """Raise ArithmeticError for a result near the underflow of float64, where it loses digits or becomes 0."""
     if of and abs(value) < _SMALLEST:
         raise ArithmeticError(f"a result as small as {value}")
 
@@ -111,14 +111,14 @@ def _of(value: float, error: float) -> Rounded:
 
 
 _MAX_NESTING = 20
-# Any power that float64 holds is in time, and no answer has a larger one than a number of particles.
+# Any power within float64 is computed quickly, and no real answer has a larger exponent.
 _MAX_EXPONENT = 300
 _MAX_DEGREE = 20
-# Beyond it the sine of a float64 says little.
+# Beyond this angle the sine of a float64 is too imprecise.
 _MAX_ANGLE = 1e6
-# Beyond 15 digits float64 would call different integers equal.
+# With more than 15 digits, different integers can be equal in float64.
 _MAX_DIGITS = 15
-# A decimal with so many digits is taken for a rounded one: 13.333333333333 is 40/3.
+# A decimal with this many digits is taken to be rounded: 13.333333333333 is 40/3.
 _ROUNDED_FROM_DIGITS = 12
 _HALF = 0.499
 
@@ -126,14 +126,14 @@ _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d\d?(?!\d))?"
 _TOKEN = re.compile(rf"\s*({_NUMBER}|\\?[A-Za-z]+|[-+*/^(){{}}:\[\]|]|.)", re.ASCII | re.DOTALL)
 _TIMES = ("*", r"\cdot", r"\times")
 _OVER = ("/", r"\div")
-# What an implicit product may go on with, besides a letter; a digit only behind these, never as in `6 0`.
+# Tokens that may continue an implicit product, besides a letter; a digit may follow only _BEFORE_DIGITS, unlike `6 0`.
 _FACTOR_STARTS = ("(", "{", r"\pi", r"\sqrt", r"\frac")
 _BEFORE_DIGITS = (r"\pi", ")")
 _FUNCTIONS = (r"\sin", r"\cos", r"\tan", r"\ln", r"\lg", r"\log")
 _CLOSING = {"(": ")", "{": "}", "|": "|"}
 _ONE = Rounded(1.0)
 _BASE = 2 + math.sin(0.5)
-"""For the unknown base of a bare logarithm, as a letter's value."""
+"""Value for the unknown base of a bare logarithm, chosen like the value of a letter."""
 
 
 class _NotAFormula(Exception):
@@ -168,7 +168,7 @@ def _number(token: str) -> Rounded:
 
 
 class _Parser:
-    """A recursive-descent parser; each method reads one construct, starting where the last one stopped."""
+    """A recursive-descent parser; each method reads one construct and starts where the previous one stopped."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
@@ -312,7 +312,7 @@ class _Parser:
         return value**power
 
     def _fraction_of_mixed(self, whole: str) -> Rounded:
-        """The 4/11 of a mixed number; 0 where the integer stands alone."""
+        """The 4/11 of a mixed number; 0 if no fraction follows the integer."""
         match self._tokens[self._at : self._at + 7]:
             case [r"\frac", "{", over, "}", "{", under, "}"]:
                 num_tokens = 7

@@ -1,7 +1,7 @@
 r"""Normalisation of mathematical answers in LaTeX, Unicode or plain words, so that they can be compared.
 
-`normalised` removes everything without meaning (fonts, spaces, dollar signs, degree signs but the last) and rewrites
-anything with several spellings (`\dfrac`, `½`, `1,200`, `is less than`). It calculates nothing.
+`normalised` removes everything without meaning (fonts, spaces, dollar signs, all degree signs except the last) and
+rewrites notations that have several spellings (`\dfrac`, `½`, `1,200`, `is less than`). It calculates nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from itertools import chain
 
 _MAX_WRAPPERS = 20
-# Digits of a repeating decimal; more would not fit a float64.
+# Maximum digits of a repeating decimal; more would not fit a float64.
 _MAX_REPEATING = 6
 
 _WIDTHLESS = (range(0x200B, 0x2010), range(0x202A, 0x202F), range(0x2060, 0x206A), range(0xFE00, 0xFE10))
 INVISIBLE: Mapping[int, str] = dict.fromkeys([0xAD, 0x61C, *chain(*_WIDTHLESS), 0xFEFF], "")
-"""Characters without width: joiners, soft hyphens, directions of writing, variants of emoji."""
+"""Zero-width characters: joiners, soft hyphens, text direction marks, emoji variation selectors."""
 _SYMBOLS = {
     **dict.fromkeys("\N{DEGREE SIGN}\N{MASCULINE ORDINAL INDICATOR}\N{RING ABOVE}\N{RING OPERATOR}", r"\circ "),
     **dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{EM DASH}\N{FIGURE DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}", "-"),
@@ -64,7 +64,7 @@ _DEGREES = (
     r"|\\(?:text)?degree(?![A-Za-z])|(?<![A-Za-z\\])deg(?:rees?|\.)?(?![A-Za-z])|(?<=\d) ?度"
 )
 _PRICE = r"\d[\d,]*(?<!,)(?:\.\d+)?(?![\d,])"
-# In this order; (?![A-Za-z]) ends a command, so that `\left(` goes and `\leftarrow` stays.
+# Applied in this order; (?![A-Za-z]) ends a command, so that `\left(` is removed and `\leftarrow` stays.
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -117,7 +117,7 @@ _REWRITES = [
     )
 ]
 _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar) ?\{ ?(\d+) ?\}", re.ASCII)
-# 1,200 and 1 200; not in brackets, where a comma parts two numbers, nor before a slash: `4 100/111` is mixed.
+# 1,200 and 1 200; not in brackets, where a comma separates two numbers, nor before a slash: `4 100/111` is mixed.
 _GROUPED_DIGITS = re.compile(r"(?<![\d.,/(\[])[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d/]|,\d)")
 _ANSWER_IS = re.compile(
     r"^(?:(?:the )?(?:final |correct )?answer(?: is|:)(?: ?:)?|(?:the )?(?:correct )?(?:option|choice)(?: is|:)?"
@@ -128,10 +128,10 @@ _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 
 def normalised(answer: str) -> str:
-    """An answer in normal form, without an introduction; the unit behind it stays (`math_units`)."""
+    """An answer in normal form, without an introduction; a unit after the number is kept (`math_units`)."""
     answer = _SMALL_FRACTION.sub(lambda match: f" {match[1].translate(_SMALL)}/{match[2].translate(_SMALL)}", answer)
     answer = _RAISED_DIGITS.sub(_exponent, answer)
-    # twice: NFKC makes new symbols (a bold pi becomes a pi), and destroys others (the degree sign's look-alike)
+    # translate twice: NFKC creates symbols (a bold pi becomes a pi) and destroys others (lookalikes of the degree sign)
     answer = _unwrapped(unicodedata.normalize("NFKC", answer.translate(_TABLE)).translate(_TABLE))
     for pattern, replacement in _REWRITES:
         answer = pattern.sub(replacement, answer)

@@ -1,6 +1,7 @@
-r"""The unit behind a number: `12 cm`, `36 \text{ square feet}`, `70^\circ C`, `50 \%`.
+r"""The unit after a number: `12 cm`, `36 \text{ square feet}`, `70^\circ C`, `50 \%`.
 
-A unit that one of two answers leaves out is taken for granted; two that are given must be the same, to the same power.
+If only one of two answers has a unit, the other is taken to mean the same one; if both have units, these must be equal,
+including their powers.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-# Names and spellings, of which any may end in a full stop. Single letters other than `m` would be variables.
+# Names and spellings; each spelling may end in a full stop. Single letters other than `m` would be variables.
 _SPELLINGS = {
     "mm": "mm millimeter millimeters millimetre millimetres 毫米",
     "cm": "cm cms centimeter centimeters centimetre centimetres 厘米",
@@ -61,14 +62,14 @@ _SPELLINGS = {
 _NAMES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _LENGTHS = ("mm", "cm", "dm", "m", "km", "in", "ft", "yd", "mi")
 _TEMPERATURES = ("celsius", "fahrenheit")
-# behind a slash a single letter is a unit, too
+# after a slash, a single letter is a unit, too
 _UNDER = {"s": "s", "h": "h", "m": "m", **_NAMES}
 
 _ANY = "|".join(sorted(_NAMES, key=len, reverse=True))
 _ANY_UNDER = "|".join(sorted(_UNDER, key=len, reverse=True))
 _POWERS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3, "立方": 3}
 _UNIT = re.compile(
-    # never behind a word: `a few days` is a text
+    # never after a word: `a few days` is a text
     r"(?:(?<=[\d)}.])|(?<![a-z]{3}) )(?P<open>\()?(?:(square|cubic|linear|sq|cu)\.? ?|(平方|立方))?"
     rf"((?i:{_ANY})|(?<=[ \d])m|(?<=\d)(?:''|\"))(?: ?(?:/| per ) ?((?i:{_ANY_UNDER})))?"
     r"\.?( ?\^ ?(?:[23]|\{ ?[23] ?\})| squared| cubed)?(?(open)\))$"
@@ -78,7 +79,7 @@ _MIXED = r"\d[\d,]*(?:\.\d*)?(?: ?\\frac ?\{ ?\d+ ?\} ?\{ ?\d+ ?\}| ?/ ?\d+| \d+
 _SHARE = re.compile(
     rf"(?:.*(?:=|\\approx) ?)?[-+]? ?(?:{_MIXED}|\.\d+|\\frac ?\{{ ?\d+ ?\}} ?\{{ ?\d+ ?\}})", re.DOTALL
 )
-"""A percentage: a sum such as `100 - 50\\%` is a formula in which the sign means a hundredth."""
+"""A single number before a percent sign; in a sum such as `100 - 50\\%` the sign means a hundredth instead."""
 
 
 class Unit(NamedTuple):
@@ -113,7 +114,7 @@ def without_unit(answer: str) -> str:
 
 
 def agree(one: Unit | None, other: Unit | None) -> bool:
-    """True unless two units say different things; `units` and a degree sign leave open which."""
+    """True unless two units contradict each other; `units` and a degree sign leave the exact unit open."""
     if one is None or other is None or one == other:
         return True
     names = {one.name, other.name}

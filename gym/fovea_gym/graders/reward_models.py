@@ -1,4 +1,4 @@
-"""Graders that ask a model besides the environment's own grader: as a part of the reward, or as a second opinion."""
+"""Graders that ask a model in addition to the environment's grader, as a part of the reward or as a second opinion."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import gather_or_cancel
 
 RIGHT = 0.5
-"""Accuracy above which an answer is right enough for the bonus of a tool."""
+"""Accuracy above which an answer counts as right for the tool bonus."""
 ACCEPT_SCORE = 0.8
-"""Score of a judge from which it calls an answer right."""
+"""Lowest score of a judge that counts as a verdict of right."""
 AskJudge: TypeAlias = Callable[[Sequence[Image], str, str, Sequence[str]], Awaitable[float]]
-"""`judge.JudgeClient.score`: a function of the images, the question, the answer and references to a score in 0..1."""
+"""A function of images, question, answer and references that returns a score in 0..1: `judge.JudgeClient.score`."""
 
 
 class ScoresAnswers(Protocol):
-    """A reward model, of text or of images; its calls block."""
+    """A reward model for text, or for text and images; its calls block."""
 
     def score(self, question: str, answer: str, images: Sequence[Image]) -> float: ...
 
 
 @runtime_checkable
 class Overrulable(Grader, Protocol):
-    """A grader by a rule, whose verdict another may overrule."""
+    """A rule-based grader whose verdict another grader may overrule."""
 
     def overruled(self, score: Score, *, right: bool) -> Score:
-        """The score of the same episode, had the rule found its answer right, or wrong."""
+        """The score that the same episode would have had if the rule had found its answer right, or wrong."""
         ...
 
 
 class JudgeScores:
-    """A judge as a grader of the last turn."""
+    """A judge model used as the grader of the last turn."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class JudgeScores:
         self._references = references
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """NoScoreError where the judge gives none."""
-        # images may come from far away, and must not hold up the replies to other calls
+        """The judge's score as reward and accuracy; NoScoreError if the judge gives none."""
+        # in a thread: images may be downloaded, which must not delay the replies to other calls
         images = await asyncio.to_thread(lambda: [self._open_image(ref) for ref in task.images])
         judged = await self._ask(images, question_of(task), turns[-1].text, self._references(task))
         return Score(reward=judged, accuracy=judged)
 
 
 class RewardModelScores(JudgeScores):
-    """A reward model as a grader of the last turn."""
+    """A reward model used as the grader of the last turn."""
 
     def __init__(self, model: ScoresAnswers, open_image: OpenImage) -> None:
         async def ask(images: Sequence[Image], question: str, answer: str, _references: object) -> float:
@@ -71,7 +71,7 @@ class RewardModelScores(JudgeScores):
 
 @dataclass(frozen=True, slots=True)
 class GivenScore:
-    """The score that a session gave its episode, as a grader."""
+    """A grader that returns the score that the session gave its episode."""
 
     given: Score
 
@@ -81,11 +81,11 @@ class GivenScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithModelReward:
-    """The environment's own reward and models' scores, weighted; the accuracy stays the environment's."""
+    """Weighted sum of the environment's reward and the scores of models; the accuracy stays the environment's."""
 
     own: Grader
     models: Sequence[tuple[str, Grader, float]]
-    """Each model with the name of its score among the parts and the share of its score in the reward."""
+    """For each model, the name of its score among the parts, its grader, and its share of the reward."""
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         graders, shares = [model for _, model, _ in self.models], [share for *_, share in self.models]
@@ -101,7 +101,7 @@ class WithModelReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithToolBonus:
-    """More reward for a right answer after a successful call of a tool (part `tool_bonus`), arXiv 2505.14362."""
+    """Adds a bonus for a right answer after a successful tool call (part `tool_bonus`), as in arXiv 2505.14362."""
 
     own: Grader
     bonus: float
@@ -115,7 +115,7 @@ class WithToolBonus:
 
 
 def beside(grader: Grader, given: GivenScore) -> Grader:
-    """The grader of an episode whose session gave a score, in place of the environment's grader."""
+    """A copy of a grader in which the session's score replaces the environment's own grader."""
     match grader:
         case WithModelReward():
             return replace(grader, own=given)
@@ -126,7 +126,7 @@ def beside(grader: Grader, given: GivenScore) -> Grader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithSecondOpinion:
-    """The rule's verdict, unless a judge says otherwise; the part `overruled` is 1 where it did."""
+    """The rule's verdict, unless a judge disagrees; the part `overruled` is 1 if the judge overruled it."""
 
     rule: Overrulable
     judge: Grader

@@ -1,4 +1,4 @@
-"""The grade of `vqa`: a short answer against those of the annotators, or the right option."""
+"""The grade of `vqa`: compares a short answer with those of the annotators, or with the right option."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fovea_gym.graders.vqa_words import option_letter, picked_letter
 
 
 def grade(prediction: str, truth: str | Sequence[str], *, options: Sequence[str] = ()) -> Grade:
-    """A response against one answer or several annotators (soft accuracy); with `options` the truth is a letter."""
+    """Grade a response by one answer or by several annotators (soft accuracy); with `options` the truth is a letter."""
     truths = [truth] if isinstance(truth, str) else list(truth)
     found = found_answer(prediction)
     claim = claim_of(found)
@@ -29,12 +29,12 @@ def grade(prediction: str, truth: str | Sequence[str], *, options: Sequence[str]
 
 
 def is_gradable(truths: Sequence[str]) -> bool:
-    """True if any of the true answers is right, at least in part, when it is boxed word for word; `?` is not."""
+    """True if any true answer, boxed literally, would score above 0; false for `?`."""
     return any(grade(rf"\boxed{{{truth}}}", truths).score > 0 for truth in truths)
 
 
 def majority_answer(cell: object, where: str) -> str:
-    """The answer in a cell; of several annotators' answers the most frequent, and the first in a tie."""
+    """The answer in a cell; of several annotators' answers, the most frequent one, or the first one in a tie."""
     if isinstance(cell, list | tuple) and cell:
         return Counter(answers_of(cell, where)).most_common(1)[0][0]
     return plain_answer(cell, where)

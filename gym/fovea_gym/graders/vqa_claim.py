@@ -1,12 +1,12 @@
 """The one value that a short answer claims, read without any knowledge of the true answer.
 
-An answer is only a value (`red`, `three dogs`, `yes`), or a sentence of a few known forms that says one value:
+An answer is a bare value (`red`, `three dogs`, `yes`), or a sentence of a few known forms that states one value:
 
 * yes or no, and a clause that agrees with it: `Yes, there is a dog.`, `No, it is not.`, `No, the dog is brown.`;
 * a count: `There are 3 dogs in the image.`, `I see 3 dogs`, `no dogs`;
-* what something is, its subject a pronoun or a noun with its article: `The car is red.`, `It's red`.
+* a predicate whose subject is a pronoun or a noun with its article: `The car is red.`, `It's red`.
 
-Everything else claims its own words and no part of them: `yes 2 is red`, `2 or 3`, `nothing is red`, `I cannot see 3`.
+Any other answer claims exactly its own words, not a part of them: `yes 2 is red`, `2 or 3`, `I cannot see 3`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NEGATIONS = _words(
 )
 YES_WORDS = _words("yes yeah yep yup")
 AFFIRMATIONS = YES_WORDS | _words("true correct right so indeed there")
-"""Words that contradict a no before them: `no, it is true`."""
+"""Words that contradict a preceding no: `no, it is true`."""
 DOUBTS = _words(
     "or either between maybe perhaps possibly probably might could if unless but except than unsure uncertain unlikely"
     " doubt doubtful impossible opposite instead joke lie missing lacking absent hardly barely rarely scarcely seldom"
@@ -52,7 +52,7 @@ OTHER_NUMBER = _words(
     "least most more less fewer over under about around approximately almost nearly roughly minus negative plus to"
     " hundred hundreds thousand thousands million millions billion billions trillion trillions dozen dozens half times"
 )
-"""Words that change the number beside them."""
+"""Words that change the number next to them."""
 _STEMS = (
     "four fif six seven eigh nin ten eleven twelf thirteen fourteen fifteen sixteen seventeen eighteen nineteen twentie"
     " thirtie fortie fiftie sixtie seventie eightie ninetie hundred thousand million billion trillion"
@@ -64,20 +64,20 @@ MULTIPLES = {f"{stem}{end}" for stem in _STEMS.split() for end in ("th", "ths")}
     " mega giga tera percentage too permille ppm twos threes fours fives sixes sevens eights nines tens teens twenties"
     " thirties forties fifties sixties seventies eighties nineties"
 )
-"""Words that change the number before them: `3 pairs`, but not `the first pair`."""
+"""Words that change a preceding number: `3 pairs`, but not `the first pair`."""
 SHARES = _words("per apiece each every")
-"""Words that make a number before them the number of a part: `3 dogs on each side`."""
+"""Words that make a preceding number the count of one part only: `3 dogs on each side`."""
 OPERATIONS = _words(
     "squared cubed doubled tripled trebled quadrupled halved quartered multiplied divided added subtracted raised"
     " factorial inverse reciprocal fold ply odd ish grand something square root power tops max maximum minimum"
     " below above short shy off"
 )
-"""Words that change the number before them if no noun follows: `3 squared`, but not `3 raised hands`."""
+"""Words that change a preceding number if no noun follows: `3 squared`, but not `3 raised hands`."""
 PREPOSITIONS = _words("in on at with from by near behind beside under above below inside outside along around")
 UNCLEAR = NEGATIONS | YES_WORDS | DOUBTS | OTHER_NUMBER | _words("true correct")
-"""Words that make a sentence with a value unclear."""
+"""Words that make the value of a sentence unclear."""
 NOT_THINGS = _words("idea clue answer way longer matter problem comment only just")
-"""Words behind a `no` by which it counts nothing: `no idea`, `No, only the man is`."""
+"""Words after which a preceding `no` does not count things: `no idea`, `No, only the man is`."""
 EMPHASIS = _words("indeed definitely certainly clearly absolutely sure please")
 COPULAS_OF_SEVERAL = _words("are were look appear seem")
 COPULAS = COPULAS_OF_SEVERAL | _words("is was looks appears seems")
@@ -86,22 +86,22 @@ DETERMINERS = _words("the a an this that these those its his her their my your o
 
 
 def either(words: frozenset[str]) -> str:
-    """The pattern of any one of these words."""
+    """A pattern that matches any one of these words."""
     return f"(?:{'|'.join(sorted(words, reverse=True))})"
 
 
 MAX_WORDS = 20
-"""The longest answer that is read as sentences; a longer response has to mark its answer."""
+"""Maximum number of words of an answer that is read as sentences; a longer response has to mark its answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Claim of an answer, in normal form."""
+    """The claim of an answer, in normal form."""
 
     phrase: str
-    """The value in the answer's own words: `3 dogs` of `There are 3 dogs`."""
+    """The value in the answer's own words: `3 dogs` for `There are 3 dogs`."""
     number: str | None = None
-    """The number of a phrase that counts something: the same value without the things."""
+    """The number in a phrase that counts something, without the things counted."""
 
 
 _COPULA = rf"{either(COPULAS)}(?: to be)?"
@@ -132,13 +132,13 @@ _CLAUSE = re.compile(
 )
 _COMPARED = re.compile(r"(?<!\S)((?:more|fewer|less|(?!other|rather|either)\w+er)(?: \S+){0,3}?) than(?!\S)")
 _TWICE = re.compile(r"\b(\w+) ?\((\w+)\)")
-# `without doubt`, and the part of `not red but blue` that is not claimed
+# `without doubt`, and the denied part of `not red but blue`
 _NOT_DENIED = re.compile(r"(?<!\S)(?:no|without|without a) doubts?(?!\S)|(?<!\S)not(?: \S+){1,3}? but (?=\S)")
 
 
-@lru_cache(maxsize=256)  # answers of a group are often the same, and a grade asks twice
+@lru_cache(maxsize=256)  # answers of a group are often equal, and grading an answer calls this twice
 def claim_of(answer: str) -> Claim:
-    """The claim of an answer that was found in a response."""
+    """The claim of an answer that `found_answer` returned."""
     letter = option_letter(answer)
     if letter is not None:
         return Claim(letter.lower())
@@ -150,7 +150,7 @@ def claim_of(answer: str) -> Claim:
 
 
 def _said_once(answer: str) -> str:
-    """An answer without repetitions in parentheses: `Three (3) dogs` are three dogs."""
+    """An answer without repetitions in parentheses: `Three dogs` for `Three (3) dogs`."""
     return _TWICE.sub(lambda said: said[1 if same_words(spelled(said[1]), spelled(said[2])) else 0], answer)
 
 
@@ -167,7 +167,7 @@ def _value(claim: Claim) -> str:
 
 
 def _claim_of_sentence(sentence: str) -> Claim | None:
-    """The claim of a sentence of one of the known forms, else None."""
+    """The claim of a sentence that has one of the known forms, else None."""
     words = plain_words(sentence)
     introduction = _INTRODUCTION.match(words)
     if introduction is not None:
@@ -177,7 +177,7 @@ def _claim_of_sentence(sentence: str) -> Claim | None:
 
 
 def _yes_or_no(words: str) -> Claim | None:
-    """A leading yes or no, if nothing follows or what follows agrees with it."""
+    """The claim of a leading yes or no, if the rest of the sentence is empty or agrees with it."""
     first, _, rest = words.partition(" ")
     said = yes_or_no(first)
     rest = " ".join(_COMPARED.sub(r"\1", _NOT_DENIED.sub(" ", rest)).split())
@@ -187,11 +187,11 @@ def _yes_or_no(words: str) -> Claim | None:
 
 
 def _agrees(said: str, clause: str) -> bool:
-    """True if a clause agrees with the yes or no before it: affirms, or denies or names the alternative."""
+    """True if a clause agrees with the yes or no before it: it affirms, or it denies or names the alternative."""
     words = clause.split()
     if not (DOUBTS | YES_WORDS).isdisjoint(words):
         return False
-    # `none of them` is `0 of them` here
+    # `plain_words` has turned `none of them` into `0 of them`
     num_negations = sum(word in NEGATIONS for word in words) + _counts_none(clause)
     if said == "yes" or num_negations:
         return num_negations == (said == "no")
@@ -203,7 +203,7 @@ def _agrees(said: str, clause: str) -> bool:
 
 
 def _counts_none(clause: str) -> bool:
-    """True if a clause denies by a 0: `there are 0` and `0 of them` do, `the score is 0` does not."""
+    """True if a clause denies something by a 0, as `there are 0` and `0 of them` do; `the score is 0` does not."""
     if "0" not in clause.split():
         return False
     said = _IS.fullmatch(clause) or _ITS.fullmatch(clause)
@@ -211,14 +211,14 @@ def _counts_none(clause: str) -> bool:
 
 
 def _count(words: str) -> Claim | None:
-    """The number of `there are exactly 3 dogs in the image`."""
+    """The claim of a sentence that counts, such as `there are exactly 3 dogs in the image`."""
     before = _BEFORE_A_COUNT.match(words)
     assert before is not None, words  # it matches the empty text
     return _counted(words[before.end() :]) if _is_plain(before.group()) else None
 
 
 def _counted(words: str) -> Claim | None:
-    """The number of `exactly 3 dogs`, or of `no dogs`."""
+    """The claim of a counting phrase such as `exactly 3 dogs` or `no dogs`."""
     match = _COUNTED.fullmatch(words)
     if match is None:
         return None
@@ -230,7 +230,7 @@ def _counted(words: str) -> Claim | None:
 
 
 def _are_things(words: str, number: str) -> bool:
-    """True if words name the counted things, and do not take the number back."""
+    """True if the words name the counted things and do not change or deny the number."""
     things = words.split()
     if not things:
         return number != "no"
@@ -238,14 +238,14 @@ def _are_things(words: str, number: str) -> bool:
         return False
     first_is_thing = things[0] not in PRONOUNS | DETERMINERS | COPULAS | NOT_THINGS | {"and"}
     copulas = [place for place, word in enumerate(things) if word in COPULAS]
-    # of several things something may be plural: `3 dogs are here`, and not `3 is red`
+    # a plural number allows only plural verbs: `3 dogs are here`, not `3 is red`
     allowed = COPULAS if number in ("0", "1", "no") else COPULAS_OF_SEVERAL
     says_little = len(copulas) <= 1 and all(things[place] in allowed and things[place + 1 :] for place in copulas)
     return first_is_thing and says_little and _is_plain(words) and not re.search(r"\d", words)
 
 
 def _makes_another_number(things: list[str]) -> bool:
-    """True if words behind a number change it: `3 pairs`, `3 k`, `3 ‰`, `3 squared`, `3 dogs on each side`."""
+    """True if the words after a number change it: `3 pairs`, `3 k`, `3 ‰`, `3 squared`, `3 dogs on each side`."""
     is_word = sum(map(str.isalpha, things[0])) > 1
     noun = [things[0], *takewhile(lambda word: word not in PREPOSITIONS | COPULAS, things[1:])]
     shared = not SHARES.isdisjoint(things)
@@ -253,12 +253,12 @@ def _makes_another_number(things: list[str]) -> bool:
 
 
 def _is_plain(words: str) -> bool:
-    """True if words neither deny nor doubt, and leave a number as it is."""
+    """True if the words neither deny nor doubt, and do not change a number."""
     return UNCLEAR.isdisjoint(words.split())
 
 
 def _predicate(words: str) -> Claim | None:
-    """Red of `the car is red`, and 3 of `it is 3`."""
+    """The claim of a predicate: `red` for `the car is red`, and 3 for `it is 3`."""
     said = _IS_THE_ANSWER.fullmatch(words) or _IS.fullmatch(words) or _ITS.fullmatch(words)
     if said is None or not _is_plain(said[1]) or not COPULAS.isdisjoint(said[2].split()):
         return None
@@ -281,10 +281,10 @@ _FONT = re.compile(r"\\(?:text[a-z]*|math[a-z]+|mbox|operatorname) ?\{([^{}]*)\}
 
 
 def found_answer(response: str) -> str:
-    r"""The answer in a response, from the most to the least explicit.
+    r"""The answer in a response, in its most explicit form.
 
-    The last closed `\boxed{...}`; the last `<answer>...</answer>`; the text after the last "answer:" or
-    "answer is", up to the end of its line, unless its sentence denies it; else the text after `</think>`.
+    The forms are, in this order: the last closed `\boxed{...}`; the last `<answer>...</answer>`; the text after the
+    last "answer:" or "answer is", up to the end of its line, unless its sentence denies it; the text after `</think>`.
     """
     boxed = last_boxed(response)
     marked = _last_marked(response) if boxed is None else boxed
@@ -294,7 +294,7 @@ def found_answer(response: str) -> str:
 
 
 def _labelled(text: str) -> str | None:
-    """The text after its last label; None without one, or after `I doubt that the answer is`."""
+    """The text after the last label such as `answer:`; None without a label, or after `I doubt that the answer is`."""
     labels = list(_LABEL.finditer(text))
     if not labels:
         return None
@@ -303,7 +303,7 @@ def _labelled(text: str) -> str | None:
 
 
 def _last_marked(response: str) -> str | None:
-    """The text in the last pair of tags. Linear time."""
+    """The text in the last pair of tags, found in linear time."""
     tags = list(_TAG.finditer(response))
     pairs = [(opening, closing) for opening, closing in itertools.pairwise(tags) if closing[1] > opening[1]]
     return response[pairs[-1][0].end() : pairs[-1][1].start()] if pairs else None
@@ -312,8 +312,8 @@ def _last_marked(response: str) -> str | None:
 def soft_accuracy(given: str, truths: Sequence[str]) -> float:
     """VQA's accuracy: min(annotators who agree / 3, 1), averaged over all subsets that leave one annotator out.
 
-    With fewer than four annotators all others have to agree; a single annotator's answer is the truth. An annotator
-    agrees with the answer in its whole words, or in those of its claim.
+    With fewer than four annotators, all others have to agree; a single annotator's answer is the truth. An annotator
+    agrees if their answer equals the whole given answer or its claim.
     """
     claim = claim_of(given)
     claimed = (spelled(given), claim.phrase, claim.number or "")

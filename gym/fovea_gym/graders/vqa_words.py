@@ -1,8 +1,8 @@
-"""The normal form of short answers, in which two of them are compared.
+"""The normal form in which short answers are compared.
 
-The spelling follows VQA's evaluation code in its intent (case, articles, number words, punctuation, contractions),
-and departs from it where it errs: number words beyond ten are numbers, `-3` is not 3, `1,000` is 1000 and `1.000` is
-not, any apostrophe goes, and a choice `A` is not an article. A sign that changes a number stays: `3+`, `>3`, `3²`.
+The spelling follows the intent of VQA's evaluation code (case, articles, number words, punctuation, contractions) and
+departs from it where that code errs: number words beyond ten are numbers, `-3` is not 3, `1,000` is 1000 but `1.000` is
+not, every apostrophe is removed, and a choice `A` is not an article. Signs that change a number stay: `3+`, `>3`, `3²`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fovea_gym.errors import BadRowError
 from fovea_gym.graders.math_normalize import INVISIBLE
 
 MAX_CHARS = 2000
-"""The length to which an answer is cut; a longer one is wrong unless it is marked as the answer."""
+"""Number of characters to which an answer is cut; a longer response is wrong unless it marks its answer."""
 NUMBER = r"-?\d+(?:\.\d+)?%?"
 """The pattern of a number in normal form."""
 
@@ -37,13 +37,13 @@ _APOSTROPHES = re.compile(
     "['`\N{RIGHT SINGLE QUOTATION MARK}\N{LEFT SINGLE QUOTATION MARK}\N{MODIFIER LETTER APOSTROPHE}\N{ACUTE ACCENT}]"
 )
 _DASHES = re.compile("[\N{MINUS SIGN}\N{EN DASH}\N{EM DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}]")
-# What NFKC would take into a number: it makes 32 of a 3 with a raised 2.
+# Digits that NFKC would merge into a number: it turns a 3 with a raised 2 into 32.
 _RAISED = re.compile("[⁰¹²³⁴-⁹₀-₉]")
-# `a` is none before a single letter, as in `A B`, nor before punctuation, as in `A. yes`
+# `a` is not an article before a single letter, as in `A B`, nor before punctuation, as in `A. yes`
 _ARTICLE = re.compile(r"\b(?:an|the)\b(?=[\s\"'*(\[_]+\w)|\ba\b(?=[\s\"'*(\[_]+(?:\d|\w[\w-]))")
 _PUNCTUATION = re.compile(r"[\"“”„«»()\[\]{}<>=+\\_@`!?;*#|~^]|…")
 _NUMBER = re.compile(NUMBER)
-# Signs that would be lost with the punctuation.
+# Signs that would otherwise be removed as punctuation.
 _SIGNS = [
     (re.compile(r"!=|≠"), " not "),
     (re.compile(r"(?<=\d)\+"), " plus "),
@@ -60,12 +60,12 @@ def spelled(answer: str) -> str:
 
 
 def plain_words(answer: str) -> str:
-    """A short answer in normal form but for its articles, which tell a sentence from a list of words."""
+    """A short answer in normal form, but with its articles, which distinguish a sentence from a list of words."""
     return _plain(_folded(answer))
 
 
 def without_articles(words: str) -> str:
-    """A part of `plain_words` in normal form."""
+    """A part of the result of `plain_words`, in normal form."""
     return " ".join(_ARTICLE.sub(" ", words).split())
 
 
@@ -74,24 +74,24 @@ def same_words(one: str, other: str) -> bool:
     if not one or not other:
         return False
     if _NUMBER.fullmatch(one) and _NUMBER.fullmatch(other):
-        # not as float64, in which serial numbers of 17 digits are equal
+        # not as float64, where different serial numbers of 17 digits can be equal
         return one.endswith("%") == other.endswith("%") and Decimal(one.rstrip("%")) == Decimal(other.rstrip("%"))
     return bool(_forms(one) & _forms(other))
 
 
 def yes_or_no(words: str) -> str | None:
-    """The yes or no of which an answer in normal form is a spelling."""
+    """`yes` or `no` if an answer in normal form is a spelling of it, else None."""
     return "yes" if words in _YES else "no" if words in _NO else None
 
 
 def _forms(text: str) -> set[str]:
-    """The spellings of a text: `false` is `no`; `t-shirt` is `tshirt` and `t shirt`, which are not each other."""
+    """The spellings of a text: `no` for `false`; `t-shirt`, `tshirt` and `t shirt` for `t-shirt`."""
     text = yes_or_no(text) or text
     return {text, re.sub(r"(?<=[^\W\d])-(?=\w)", "", text), re.sub(r"(?<=[^\W\d])-(?=\w)", " ", text)} - {""}
 
 
 def _folded(answer: str) -> str:
-    """A text without capitals, with one kind of digits and dashes, and with signs that change a number as words."""
+    """A text in lower case with uniform digits and dashes, and with words for signs that change a number."""
     text = _RAISED.sub(r" \g<0>", answer[:MAX_CHARS].translate(INVISIBLE))
     text = unicodedata.normalize("NFKC", text).casefold()
     # digits of any script as 0 to 9
@@ -104,7 +104,7 @@ def _folded(answer: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A folded text without punctuation and with its numbers as digits."""
+    """A text from `_folded` without punctuation, and with its numbers written as digits."""
     text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda match: match.group().replace(",", ""), text)
     text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text) if re.match(r"\s*-?\.\d", text) else text
     text = re.sub(r"\.(?!\d)|(?<!\d)\.", "", text)  # not a decimal point
@@ -120,7 +120,7 @@ def _plain(text: str) -> str:
 
 
 def _with_numbers(words: Sequence[str]) -> list[str]:
-    """The words with numbers as digits: `twenty one` is 21, `none` is 0; `two three` stays two numbers."""
+    """The words with numbers written as digits: `twenty one` is 21, `none` is 0; `two three` stays two numbers."""
     numbers: list[str] = []
     can_add = False
     for word in words:
@@ -137,12 +137,12 @@ def _with_numbers(words: Sequence[str]) -> list[str]:
 LETTERS = string.ascii_uppercase
 _LETTER = r"(?:\(([A-Za-z])\)|\b([A-Za-z])(?=,?$|[.):]+(?:\s|$)|,?\s+(?:because|since)\b))"
 _PICK = re.compile(rf"^(?:the )?(?:correct )?(?:option |choice )?{_LETTER}[.):,]*\s*(.*)$", re.IGNORECASE | re.DOTALL)
-# a second letter, which `a` and `A` are not before a word
+# a second letter after the picked one; `a` and `A` before a word are articles
 _OTHER = re.compile(r"^(?:(?:or|and)\b|,)?\s*\(?(?:[A-Za-z]\)?(?:$|[.):,]|\s+(?:or|and)\b|\s+[A-Za-z]\b)|[B-Z]\)?\s)")
 
 
 def options_of(cell: object, where: str) -> tuple[str, ...]:
-    """The texts of a row's options by letter, without empty ones at the end; BadRowError unless 2 to 26 differ."""
+    """The texts of a row's options in order, without trailing empty ones; BadRowError unless 2 to 26 distinct texts."""
     texts = _by_letter(cell, where) if isinstance(cell, Mapping) else cell
     if not isinstance(texts, list | tuple):
         raise _not_options(cell, where)
@@ -152,12 +152,12 @@ def options_of(cell: object, where: str) -> tuple[str, ...]:
     if not 2 <= len(options) <= len(LETTERS):
         raise _not_options(cell, where)
     if not all(options) or len(set(options)) < len(options):
-        raise bad_row(where, f"of the options {str(options)[:60]} one is empty or there twice", "options")
+        raise bad_row(where, f"one of the options {str(options)[:60]} is empty or appears twice", "options")
     return tuple(options)
 
 
 def _by_letter(cell: Mapping[object, object], where: str) -> list[object]:
-    """Options under their letters, in the order of these, as a table of any order of columns has them."""
+    """Options that are keyed by letters, sorted by letter; the columns of a table may be in any order."""
     by_letter = {str(key).strip("(). ").upper(): text for key, text in cell.items()}
     letters = sorted(by_letter)
     if letters != list(LETTERS[: len(cell)]):
@@ -176,12 +176,12 @@ def _not_options(cell: object, where: str) -> BadRowError:
 
 
 def listed_options(options: Sequence[str]) -> str:
-    """One line per option, under its letter."""
+    """One line per option, which starts with its letter."""
     return "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
 
 
 def true_letter(answer: str, options: Sequence[str], where: str) -> str:
-    """The letter of the true answer, which a row gives as the option's text, its letter, or its place from 0."""
+    """The letter of the true answer, which a row gives as the option's text, its letter, or its index from 0."""
     if answer in options:
         return LETTERS[options.index(answer)]
     letter = answer.strip("(). ").upper()
@@ -189,18 +189,18 @@ def true_letter(answer: str, options: Sequence[str], where: str) -> str:
         return letter
     if answer.isascii() and answer.isdigit() and int(answer) < len(options):
         return LETTERS[int(answer)]
-    problem = f"the answer {answer[:60]!r} is none of the {len(options)} options, nor a letter or place of one"
+    problem = f"the answer {answer[:60]!r} is not one of the {len(options)} options, nor the letter or index of one"
     raise bad_row(where, problem, "answer_no_option")
 
 
 def option_letter(answer: str) -> str | None:
-    """The letter by which an answer picks an option, as in `B`, `(b) a dog`, `Option B`; None without exactly one."""
+    """The letter with which an answer picks an option, as in `B`, `(b) a dog`, `Option B`; None unless exactly one."""
     picked = _picked(answer)
     return None if picked is None else picked[0]
 
 
 def picked_letter(answer: str, options: Sequence[str]) -> str | None:
-    """The option that a found answer picks; None where it picks none, several, or a letter with another's text."""
+    """The letter of the option that an answer picks; None for none, several, or a letter with another option's text."""
     picked = _picked(answer)
     if picked is None:
         letters = _letters_of_text(answer, options)
@@ -216,7 +216,7 @@ def _letters_of_text(text: str, options: Sequence[str]) -> list[str]:
 
 
 def _picked(answer: str) -> tuple[str, str] | None:
-    """A letter, and what the answer says behind it."""
+    """The letter that an answer starts with, and the text after it; None without exactly one letter."""
     pick = _PICK.match(answer.strip().strip("*`\"'").strip())
     if pick is None or _OTHER.match(pick[3]):
         return None

@@ -1,4 +1,4 @@
-"""A child process that ends with this one, and with all that it has started."""
+"""A child process that is ended together with this process, and with all processes that the child has started."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tempfile import gettempdir, mkstemp
 from fovea_gym.processes import ending
 
 KEPT_LOGS = "FOVEA_KEPT_LOGS"
-"""Environment variable with the folder of logs that outlive a child, in a process whose temporary files do not."""
+"""Environment variable with the folder for logs that outlive a child, for processes whose temporary files do not."""
 
 
 class ChildProcess:
-    """A process in a separate session: Ctrl-C is for this process, which then ends it.
+    """A process in a separate session: Ctrl-C reaches only this process, which then ends the child.
 
-    A watcher beside it, a small process too, ends both it and all below it when this process is killed.
+    A second small process, the watcher, ends the child and all its descendants when this process is killed.
     """
 
     def __init__(
@@ -35,9 +35,10 @@ class ChildProcess:
         folder: str = "",
         grace_seconds: float = 0.0,
     ) -> None:
-        """`pipe` is a descriptor that it inherits; its output goes to `log`, or where this process's does.
+        """`pipe` is a descriptor that the child inherits; its output goes to `log`, or to the output of this process.
 
-        When this process is killed, it has `grace_seconds` from SIGTERM to SIGKILL, and `folder` is deleted after it.
+        When this process is killed, the child gets SIGTERM and, `grace_seconds` later, SIGKILL; then `folder` is
+        deleted.
         """
         with nullcontext() if log is None else log.path.open("wb") as output:
             self._process = subprocess.Popen(
@@ -55,54 +56,54 @@ class ChildProcess:
                 [sys.executable, "-I", "-S", ending.__file__, *watched], stdin=subprocess.PIPE, start_new_session=True
             )
         except BaseException:
-            # nobody else would end it: the caller has no object to close
+            # the caller gets no object to close, so end the child here
             ending.signal_groups({self.pid}, signal.SIGKILL)
             self.wait()
             raise
 
     @property
     def pid(self) -> int:
-        """Id of the process, and of its process group."""
+        """Id of the process and of its process group."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal; None while the process runs."""
         return self._process.poll()
 
     def wait(self, seconds: float | None = None) -> int:
-        """Wait for its end; returns the exit code, and raises TimeoutExpired after some seconds."""
+        """Wait for the process to end and return its exit code; raises TimeoutExpired after `seconds`."""
         return self._process.wait(seconds)
 
     def groups(self) -> set[int]:
-        """Ids of the process groups of it, and of all below it while it runs."""
+        """Ids of the process's group and, while it runs, of the groups of all its descendants."""
         running = ending.with_all_below(self.pid) if self.exit_code is None else set()
         return {self.pid, *(each.group for each in running)}
 
     def terminate(self, seconds: float) -> None:
-        """Ask it to end, by SIGTERM; after some seconds, kill what is left of it and of all below it."""
+        """Send SIGTERM to the process; after `seconds`, kill it and its descendants if they still run."""
         groups = self.groups()
         try:
             self._process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self.wait(seconds)
         finally:
-            # also where a second Ctrl-C cuts that time short
+            # also when a second Ctrl-C interrupts the wait
             self.close(groups)
 
     def kill(self, others: Set[int] = frozenset()) -> set[int]:
-        """Kill it, all below it, and other process groups that it had; returns the ids of all these groups."""
+        """Kill the process, its descendants and the process groups `others`; returns the ids of all these groups."""
         with self._watcher:  # closes its stdin and waits for it
             self._watcher.kill()
         groups = self.groups() | others
         if self.exit_code is not None and any(each.pid == self.pid for each in ending.running()):
-            # another process has its id, which the kernel gives again once no member of its group is left
+            # another process has this id now: the kernel reuses an id once its group has no members
             groups.discard(self.pid)
         ending.signal_groups(groups, signal.SIGKILL)
         return groups
 
     def close(self, others: Set[int] = frozenset()) -> None:
-        """Kill it, all below it, and other process groups that it had, and wait until they are gone."""
+        """Kill the process, its descendants and the process groups `others`, and wait until they are gone."""
         groups = self.kill(others)
         self.wait()
         ending.wait_until_gone(groups, ending.CLOSE_SECONDS)
@@ -110,7 +111,7 @@ class ChildProcess:
 
 @dataclass(frozen=True, slots=True)
 class LogFile:
-    """The output of a child process."""
+    """A file with the output of a child process."""
 
     path: Path
 
@@ -122,10 +123,10 @@ class LogFile:
             return "it was closed"
         lines = [line.strip() for line in log.splitlines()]
         named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-        return (named or [line for line in lines if line] or ["without a word"])[-1][:300]
+        return (named or [line for line in lines if line] or ["no output"])[-1][:300]
 
     def keep(self) -> str:
-        """Copy the log to where it outlives the child; returns the name of the copy."""
+        """Copy the log to a folder that outlives the child; returns the path of the copy."""
         descriptor, name = mkstemp(prefix="fovea-engine-", suffix=".log", dir=os.environ.get(KEPT_LOGS))
         os.close(descriptor)
         with suppress(OSError):
@@ -134,5 +135,5 @@ class LogFile:
 
 
 def kept_logs() -> str:
-    """The folder of logs that outlive their processes, for the children of this process."""
+    """The folder where children of this process keep logs that outlive them."""
     return os.environ.get(KEPT_LOGS, gettempdir())

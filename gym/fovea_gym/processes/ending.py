@@ -1,7 +1,7 @@
-"""The end of a process with all below it; run as a script, the watcher that ends a process when its parent is gone.
+"""Ending a process with all its descendants; run as a script, a watcher that does so when the parent process is gone.
 
-The script is started by its path, without site-packages: it imports the standard library only. What is below a process
-is read from /proc: where there is none, as on macOS, only the process's group ends with it.
+The script is started by its path, without site-packages, so it imports only the standard library. Descendants are found
+in /proc; on a system without it, such as macOS, only the process's group is ended.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import NamedTuple
 LOOK_SECONDS = 0.5
 GONE_SECONDS = 0.01
 CLOSE_SECONDS = 20.0
-"""Longest wait for the processes that were killed."""
+"""Longest wait for killed processes to disappear."""
 
 
 class Process(NamedTuple):
-    """A running process, as /proc has it."""
+    """A running process, as listed in /proc."""
 
     pid: int
     parent: int
@@ -32,9 +32,9 @@ class Process(NamedTuple):
 
 
 def running() -> Iterator[Process]:
-    """All processes of this machine but those that have ended, and which nobody has reaped."""
+    """All running processes of this machine; zombies are left out."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        # a name may hold spaces and parentheses; a process may end meanwhile
+        # a process name may contain spaces and parentheses; a process may end while it is read
         with suppress(OSError):
             state, parent, group, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
             if state not in "ZX":
@@ -42,7 +42,7 @@ def running() -> Iterator[Process]:
 
 
 def with_all_below(pid: int) -> set[Process]:
-    """A running process and all that it, and they, have started."""
+    """A running process and all its descendants."""
     everything, pids = list(running()), {pid}
     while more := {each.pid for each in everything if each.parent in pids} - pids:
         pids |= more
@@ -50,14 +50,14 @@ def with_all_below(pid: int) -> set[Process]:
 
 
 def signal_groups(groups: Set[int], number: int) -> None:
-    """Send a signal to process groups, which may have ended."""
+    """Send a signal to process groups; groups that have ended are skipped."""
     for group in groups:
         with suppress(ProcessLookupError):
             os.killpg(group, number)
 
 
 def kill_below(pid: int) -> None:
-    """Kill a process that may share this one's group, all below it, and their other groups."""
+    """Kill a process, its descendants and their groups, except the group of the calling process."""
     below = with_all_below(pid)
     signal_groups({each.group for each in below} - {os.getpgrp()}, signal.SIGKILL)
     for each in {pid, *(each.pid for each in below)}:
@@ -66,10 +66,10 @@ def kill_below(pid: int) -> None:
 
 
 def wait_until_gone(groups: Set[int], seconds: float) -> None:
-    """Wait until no process of some process groups runs, for some seconds at most.
+    """Wait until no process of the process groups runs, for at most `seconds`.
 
-    A killed process holds its memory for a moment. One that nobody reaps, as in a container without an init, has given
-    back everything.
+    A killed process holds its memory for a moment. A zombie, which stays in a container without an init, has already
+    released everything.
     """
     end = monotonic() + seconds
     while monotonic() < end and any(each.group in groups for each in running()):
@@ -77,22 +77,22 @@ def wait_until_gone(groups: Set[int], seconds: float) -> None:
 
 
 def end_group(group: int, grace_seconds: float) -> None:
-    """End a process group and all below it, at first by SIGTERM, with some seconds to delete what outlives a process.
+    """End a process group and all its descendants: SIGTERM first, and SIGKILL `grace_seconds` later.
 
-    Shared memory does, which stays in /dev/shm.
+    The grace period lets processes delete what would outlive them, such as shared memory in /dev/shm.
     """
     groups = {group, *(each.group for each in with_all_below(group))}
     if grace_seconds:
         signal_groups(groups, signal.SIGTERM)
         wait_until_gone(groups, grace_seconds)
     signal_groups(groups, signal.SIGKILL)
-    # one that still ends could write to a folder that is deleted
+    # a process that is still ending could write to a folder that the caller deletes
     wait_until_gone(groups, CLOSE_SECONDS)
 
 
 def watch(parent: int, group: int, grace_seconds: float, folder: str) -> None:
-    """Wait for the end of the parent, however it goes and whenever it went; end the group and delete its folder."""
-    # its pipe closes at once, unless a process that it has forked holds it
+    """Wait until the parent has ended, for any reason or even before this call; end the group and delete `folder`."""
+    # the parent's pipe closes at once, unless a process that it has forked holds the pipe
     while os.getppid() == parent and not select.select([0], [], [], LOOK_SECONDS)[0]:
         pass
     end_group(group, grace_seconds)

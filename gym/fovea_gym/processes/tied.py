@@ -1,7 +1,7 @@
-"""Script that becomes another program, which the kernel kills when the process that started it ends, by kill -9 too.
+"""Script that replaces itself by another program, which the kernel kills when the parent process ends, even by kill -9.
 
-It is run by its path, without site-packages: `tied.py PARENT PROGRAM ARGUMENT...`. Outside Linux only the end of its
-stdin says that the parent has gone.
+It is run by its path, without site-packages: `tied.py PARENT PROGRAM ARGUMENT...`. Outside Linux the program learns
+only from the end of its stdin that the parent has ended.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ PR_SET_PDEATHSIG = 1  # prctl.h
 
 
 def become(parent: int, command: Sequence[str]) -> None:
-    """Run a command in place of this process, tied to the parent's life."""
+    """Replace this process by a command that is killed when the parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == parent:  # else it ended before the kernel was asked
+    if os.getppid() == parent:  # else the parent ended before prctl was called
         os.execvp(command[0], list(command))
 
 

@@ -1,4 +1,4 @@
-"""Access to data files: the settings for reaching them, and a cache. Importing it imports no reader."""
+"""Access to data files: the settings for reaching them, and a cache. Importing this module imports no reader."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrlLimits:
-    """Limits of one download, most of them settings of the same names in `config.Data`."""
+    """Limits of one download; most are settings of the same name in `config.Data`."""
 
     max_image_mib: float = 32.0
     url_timeout_seconds: float = 20.0
     max_redirects: int = 5
     retries: int = 2
-    """Further tries where the server is busy, broken or unreachable."""
+    """Retries when the server is busy, broken or unreachable."""
     allow_private_addresses: bool = False
     section: str = ""
-    """The words before these names in errors: `data.` where a recipe has them."""
+    """Prefix of these settings in errors: `data.` if a recipe sets them."""
 
 
 _CACHE_BYTES = 1 << 28
 
 
 class GroupCache:
-    """Decoded row groups of any number of files, by (file, group), within one bound on their bytes.
+    """A cache of decoded row groups by (file, group), with one limit on the bytes of all files together.
 
-    The group read last stays even if it exceeds the bound by itself. Safe to use from many threads.
+    The last group read is kept even if it exceeds the limit by itself. Thread-safe.
     """
 
     def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
-        # the rows of one group are often read one after another
+        # consecutive reads often hit the same group, so keep at least one
         self._tables: LRUCache[tuple[str, int], pa.Table] = LRUCache(max_bytes, min_values=1)
         self._lock = Lock()
 
@@ -48,7 +48,7 @@ class GroupCache:
         return self._tables.num_bytes
 
     def get(self, key: tuple[str, int], read: Callable[[], pa.Table]) -> pa.Table:
-        """The group under a key, read where it is not in the cache."""
+        """The group of a key, read if it is not in the cache."""
         with self._lock:
             table = self._tables.get(key)
             if table is None:
@@ -59,17 +59,17 @@ class GroupCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAccess:
-    """Settings for reaching data files, named as in `config.Data`."""
+    """Settings for reaching data files, with the same names as in `config.Data`."""
 
     cache_dir: Path = Path("~/.cache/fovea")
     image_root: str | None = None
     url_limits: UrlLimits = field(default_factory=UrlLimits)
     section: str = ""
-    """The words before the names of an environment's settings in errors: `environment.` where a recipe has them."""
+    """Prefix of an environment's settings in errors: `environment.` if a recipe sets them."""
     data_section: str = ""
-    """The words before `cache_dir` and `image_root` in errors: `data.` where a recipe has them."""
+    """Prefix of `cache_dir` and `image_root` in errors: `data.` if a recipe sets them."""
     cache: GroupCache = field(default_factory=GroupCache)
-    """Decoded row groups, shared by all Parquet files so that its bound holds for the run."""
+    """Decoded row groups; all Parquet files of a run share the cache and its limit."""
 
     @property
     def copies(self) -> Path:

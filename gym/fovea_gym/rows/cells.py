@@ -1,8 +1,8 @@
-"""Image cells of a row, in the forms that data sets use, as references to images.
+"""Conversion of a row's image cells, in the forms that data sets use, to references to images.
 
-Nothing is opened here. A path must lead into the folder of its data file: a data set that somebody else wrote must not
-read other files of this machine. URLs of the web and of object stores may lead anywhere; no other protocol is read,
-since fsspec knows some that read this machine or its network.
+Nothing is opened here. A path must lie in the folder of its data file, so that a data set from somebody else cannot
+read other files of this machine. Web and object-store URLs may point anywhere; other protocols are refused, since
+some of those that fsspec supports read this machine or its network.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fovea_gym.errors import BadRowError
 from fovea_gym.rows.images import is_url
 from fovea_gym.types import ImageRef
 
-# The smallest PNG has 67 bytes; no file name is that long without a point.
-# The blanks that {80,}+ takes are never given back to the \s* behind it: each could be tried there, in quadratic time.
+# The smallest PNG has 67 bytes; no file name of that length lacks a dot.
+# The possessive {80,}+ never gives blanks back to the \s* after it: trying each of them would take quadratic time.
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{80,}+={0,2}\s*|(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[^.]{70,}")
 _DATA_URI = re.compile(r"data:image/[a-z0-9.+-]+(;[^,;]*)*;base64,", re.IGNORECASE)
 _ANYWHERE = re.compile(r"(https?|s3a?|gs|gcs)://")
 _IPV6_HOST = re.compile(r"https?://\[[0-9A-Fa-f:.%]+\]")
 _LONGEST_PATH = 4096
-"""Characters: Linux takes no longer path, and the time of resolving one is quadratic in its slashes."""
+"""In characters: Linux accepts no longer path, and the time to resolve a path is quadratic in its slashes."""
 
 
 def image_refs(
@@ -37,11 +37,11 @@ def image_refs(
 ) -> tuple[ImageRef, ...]:
     """Return references to the images of a row's cells, numbered from 1 over all cells; BadRowError naming `where`.
 
-    A cell is one image or a list of them; None is not an image. An image is encoded bytes, also as a numpy array, a
-    {bytes, path} struct, base64 text, bare or as a data URI, a path relative to `folder` (a URL where the data file
-    is remote), a URL (https://, http://, s3://, gs://), a picture of Pillow's, or RGB values [height, width, 3].
-    `folder` is None for rows of the user's own code, whose paths start at the working directory and may lead anywhere.
-    `image_root` is what an error calls the setting of another folder.
+    A cell is one image or a list of images; None is not an image. An image is encoded bytes (also as a numpy array), a
+    {bytes, path} struct, base64 text (bare or as a data URI), a path relative to `folder` (a URL if the data file is
+    remote), a URL (https://, http://, s3://, gs://), a Pillow image, or RGB values [height, width, 3]. `folder` is None
+    for rows made by user code; their paths are relative to the working directory and may lead anywhere. `image_root` is
+    the name that errors use for the setting of another folder.
     """
     images = [image for cell in cells for image in _listed(cell)]
     folder = None if folder is None else str(folder)
@@ -128,14 +128,14 @@ def _located(path: str, where: str, folder: str | None, image_root: str) -> str:
 
 
 def _below(folder: str, path: str) -> str | None:
-    """The place of a path below a folder or the URL of one; None where the path leads out of it."""
+    """The full path or URL of a path below a folder or its URL; None if the path leads out of the folder."""
     if is_url(folder):
         return _below_url(folder, path)
     return None if is_url(path) else _below_folder(folder, path)
 
 
 def _below_folder(folder: str, path: str) -> str | None:
-    """The full path of a path below a folder; None where the path leads out of it."""
+    """The full path of a path below a folder; None if the path leads out of the folder."""
     root = os.path.realpath(folder)
     try:
         full = os.path.realpath(os.path.join(root, path))
@@ -145,7 +145,7 @@ def _below_folder(folder: str, path: str) -> str | None:
 
 
 def _below_url(folder: str, path: str) -> str | None:
-    """The URL of a path below the URL of a folder; None where the path leads out of it."""
+    """The URL of a path below the URL of a folder; None if the path leads out of the folder."""
     base = folder.rstrip("/") + "/"
     if is_url(path):
         return path if path.startswith(base) and ".." not in path.split("/") else None

@@ -1,7 +1,7 @@
 """Downloads of the URLs in rows, within limits of size, time and redirects, and from public addresses only.
 
-Every redirect is a new request and is checked anew. Proxies of the environment are not used: behind one, nobody could
-check the address. Bodies are taken as they are sent, never decompressed.
+Every redirect is a new request and is checked like the first one. Proxies of the environment are ignored, since the
+address behind a proxy could not be checked. Bodies are stored as sent, never decompressed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fovea_gym.utils.files import complete_bytes, delete_abandoned, write_atomic
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")
-"""Translated as each network chooses (RFC 8215), and public to Python before 3.13, as site-local addresses are."""
+"""Local-use NAT64 prefix (RFC 8215); Python before 3.13 calls it public, as it does site-local addresses."""
 _EMBEDDED = (
     ipaddress.ip_network("::/96"),  # IPv4-compatible addresses (RFC 4291, 2.5.5.1), deprecated
     ipaddress.ip_network("::ffff:0:0:0/96"),  # IPv4-translated addresses (RFC 2765, 2.1), for translators of a network
 )
-"""Some networks lead these to the IPv4 address inside; to Python they are public."""
+"""Some networks route these to the embedded IPv4 address, although Python calls them public."""
 _AZURE_HOST = ipaddress.ip_address("168.63.129.16")
-"""The host of every virtual machine of Azure, reachable from nowhere else ("What is IP address 168.63.129.16?")."""
+"""The host of every Azure virtual machine, reachable only from there ("What is IP address 168.63.129.16?")."""
 
 
 class Deadline:
@@ -48,7 +48,7 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def seconds_left(self) -> float:
-        """Time until the deadline, above 0; httpcore2.TimeoutException once it has passed."""
+        """Seconds until the deadline, above 0; httpcore2.TimeoutException once it has passed."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise httpcore2.TimeoutException("the deadline has passed")
@@ -56,9 +56,9 @@ class Deadline:
 
 
 class PinnedNetwork(httpcore2.NetworkBackend):
-    """TCP connections to public addresses, or to any where the limits allow private ones, until a deadline.
+    """TCP connections to public addresses (to private ones only if the limits allow it), until a deadline.
 
-    A private address is a BadRowError naming `where`; failures of the network are httpcore2's exceptions.
+    A private address raises BadRowError naming `where`; failures of the network raise httpcore2's exceptions.
     """
 
     def __init__(self, where: str, deadline: Deadline, limits: UrlLimits) -> None:
@@ -80,7 +80,7 @@ class PinnedNetwork(httpcore2.NetworkBackend):
         return _TimedStream(stream, self._deadline)
 
     def _resolved(self, host: str, port: int) -> str:
-        """The first address of a host name, all of whose addresses must be allowed."""
+        """The first address of a host name; every address of the host must be allowed."""
         try:
             found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         except (OSError, UnicodeError) as error:
@@ -97,9 +97,9 @@ class PinnedNetwork(httpcore2.NetworkBackend):
 
 
 class _TimedStream(httpcore2.NetworkStream):
-    """A stream whose every operation is given the time until the deadline.
+    """A stream that gives every operation the time left until the deadline.
 
-    A server that sends a byte now and then would never exceed a timeout that starts anew with each read.
+    A timeout that restarted with each read would never stop a server that sends a byte now and then.
     """
 
     def __init__(self, stream: httpcore2.NetworkStream, deadline: Deadline) -> None:
@@ -126,7 +126,7 @@ class _TimedStream(httpcore2.NetworkStream):
 
 
 def is_public(address: str) -> bool:
-    """True if an IP address belongs to the open Internet, looking inside IPv6 addresses that wrap an IPv4 one."""
+    """True if an IP address is on the public Internet; an IPv4 address embedded in an IPv6 address is checked too."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip in _LOCAL_NAT64 or ip.is_site_local or any(ip in network for network in _EMBEDDED):
@@ -140,24 +140,24 @@ def is_public(address: str) -> bool:
 
 
 MAX_FAILURES = 3
-"""Images of one host that may fail in a row before it is given up for a while."""
+"""Number of consecutive images that fail before their host is not asked for a while."""
 _OF_THE_HOST = ("url_timeout", "url_unreachable", "url_status_429", "url_status_5")
-"""Beginnings of the reasons that are the server's and not the image's."""
+"""Prefixes of the reasons that are failures of the server, not of the image."""
 
 
 @dataclass(slots=True)
 class _FailingHost:
     failures: int = 0
-    """In a row."""
+    """Number of consecutive failures."""
     given_up_until: float = 0.0
-    """On the clock."""
+    """Time of the monotonic clock before which the host is not asked again."""
 
 
 class FailedHosts:
-    """A `read(url, where)` that answers at once for a host that failed MAX_FAILURES times in a row.
+    """A `read(url, where)` that fails at once for a host that has failed MAX_FAILURES times in a row.
 
-    After `pause_seconds` one more image is asked of the host: it comes, or the host is given up again. `note` gets
-    of each host once. May be called from several threads.
+    After `pause_seconds` one more image is requested from the host; if that fails, the host is paused again. `note` is
+    called with a message once per host. Thread-safe.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class FailedHosts:
         self._lock = Lock()
 
     def __call__(self, url: str, where: str) -> bytes:
-        """The content of a URL; BadRowError of `read`, or at once with the reason `url_host_failed`."""
+        """The content of a URL; BadRowError from `read`, or with the reason `url_host_failed` without a request."""
         name = urlsplit(url).netloc.rpartition("@")[2]
         self._check(name, where)
         try:
@@ -224,7 +224,7 @@ FIRST_PAUSE_SECONDS = 0.5
 
 
 class _Retryable(Exception):
-    """A failure that another try may not meet."""
+    """A failure that may not occur again in another try."""
 
     def __init__(self, error: BadRowError) -> None:
         super().__init__(str(error))
@@ -239,7 +239,7 @@ def fetch(url: str, where: str, limits: UrlLimits) -> bytes:
 
 
 def download(url: str, where: str, limits: UrlLimits, into: BinaryIO, *, max_bytes: float = math.inf) -> None:
-    """Copy the content at an http(s) URL into a file, whatever its size unless `max_bytes` says; BadRowError."""
+    """Download an http(s) URL into a file, at most `max_bytes`; raises BadRowError naming `where`."""
     for number in range(limits.retries + 1):
         try:
             _copy(url, where, limits, into, max_bytes)
@@ -267,7 +267,7 @@ def _copy(url: str, where: str, limits: UrlLimits, into: BinaryIO, max_bytes: fl
 
 @contextmanager
 def _opened(url: str, where: str, limits: UrlLimits) -> Iterator[httpcore2.Response]:
-    """The response of status 200 at the end of the redirects; its body ends complete or in an error."""
+    """The response with status 200 after all redirects; an incomplete body raises an error."""
     deadline = Deadline(limits.url_timeout_seconds)
     network = PinnedNetwork(where, deadline, limits)
     with _failures_named(where, limits):
@@ -284,7 +284,7 @@ def _opened(url: str, where: str, limits: UrlLimits) -> Iterator[httpcore2.Respo
 
 @contextmanager
 def _failures_named(where: str, limits: UrlLimits) -> Iterator[None]:
-    # an OSError is not caught: httpcore2 wraps those of the network, so it comes from the disk that is written to
+    # an OSError is not caught: httpcore2 wraps network errors, so an OSError comes from writing to the disk
     try:
         yield
     except BadRowError:
@@ -307,7 +307,7 @@ def _requested(url: httpx2.URL, network: PinnedNetwork) -> Iterator[httpcore2.Re
         "User-Agent": f"fovea/{__version__}",
         "Accept-Encoding": "identity",
     }
-    # loading the certificates takes milliseconds, which http:// need not spend
+    # http:// needs no certificates, which take milliseconds to load
     trusted = ssl.create_default_context() if url.scheme == "https" else None
     with (
         httpcore2.ConnectionPool(ssl_context=trusted, network_backend=network) as pool,
@@ -325,7 +325,7 @@ def _parsed(url: str, where: str) -> httpx2.URL:
     if parsed.scheme not in {"http", "https"} or not parsed.host or not port_exists:
         raise _bad(where, f"{url[:200]} is not a http:// or https:// URL", "url_invalid")
     if parsed.userinfo:
-        raise _bad(where, "the URL holds a user name, and none is sent", "url_invalid")
+        raise _bad(where, "the URL holds a user name, which is not supported", "url_invalid")
     return parsed
 
 
@@ -343,12 +343,12 @@ def _bad(where: str, problem: str, reason: str) -> BadRowError:
 
 
 class FetchedFiles:
-    """A cache on disk around `read(url, where)`, of at most `max_gib`; several processes may share its folder.
+    """A cache on disk for `read(url, where)`, of at most `max_gib`; several processes may share its folder.
 
-    An OSError of the disk is raised as it is, and not as a bad row: the row is as good as before.
+    An OSError of the disk is raised unchanged and not as BadRowError, since the row itself is fine.
     """
 
-    # nothing is evicted: an image that was read once is the same in every epoch and after a resume
+    # nothing is evicted, so that an image that was read once stays the same in every epoch and after a resume
 
     def __init__(self, folder: Path, max_gib: float, read: Callable[[str, str], bytes]) -> None:
         delete_abandoned(folder)
@@ -357,7 +357,7 @@ class FetchedFiles:
         self._read = read
 
     def __call__(self, url: str, where: str) -> bytes:
-        """The content of a URL, read at most once while there is room for it."""
+        """The content of a URL, read only once if there is room for it in the cache."""
         file = self._folder / hashlib.sha256(url.encode(errors="replace")).hexdigest()
         if file.exists():
             return file.read_bytes()

@@ -1,4 +1,4 @@
-"""Cost of decoding an image beyond its pixels, read from the file's structure before Pillow opens it."""
+"""Cost of decoding an image beyond its pixels, estimated from the file's structure before Pillow opens it."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import re
 from typing import Literal
 
 MAX_SCANS = 100
-"""Scans of a progressive JPEG, each of which goes over all pixels; encoders write about ten."""
+"""Maximum scans of a progressive JPEG; each scan passes over all pixels, and encoders write about ten."""
 MAX_PARTS = 10_000
-"""Chunks of a PNG, or segments of a JPEG before its pixels; Pillow keeps an object of each."""
+"""Maximum chunks of a PNG, or segments of a JPEG before its pixels; Pillow keeps an object for each."""
 CHUNK_BYTES = 1024
-"""A PNG may have more chunks than that if they are this large on average."""
+"""A PNG may have more than MAX_PARTS chunks if they have this many bytes on average."""
 MAX_PAGES = 1000
-"""Pages of a TIFF; Pillow's time of counting them is quadratic."""
+"""Maximum pages of a TIFF; Pillow takes quadratic time to count them."""
 MAX_SIDE_PX = 100_000
-"""Pillow keeps a pointer of each line, which of a picture one pixel wide is more than its pixels."""
+"""Maximum width or height; Pillow keeps a pointer per line, more than the pixels of an image one pixel wide."""
 BYTES_PER_PIXEL = 12
-"""Memory of decoding per pixel of `max_image_megapixels`: RGBA, its copy and the result."""
+"""Decoding memory per pixel of `max_image_megapixels`: RGBA, its copy and the result."""
 _BIG_TIFF = 43
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
-"""Begin of a segment of a JPEG with a length, or its end: pixels are coded without such bytes."""
+"""Start of a JPEG segment that has a length, or the end of the image; coded pixels never contain these bytes."""
 _JPEG_END, _JPEG_SCAN = b"\xff\xd9", b"\xff\xda"
 _FILL = {b"\xff\xff": 1, b"\xff\x00": 2}
-"""Bytes between the segments of a JPEG that Pillow skips, one call for each."""
+"""Number of bytes to skip for each kind of filler between JPEG segments, which Pillow skips with one call each."""
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
 _JPEG2000_SIZES = re.compile(rb"\xff\x4f\xff\x51(?=(.{38}))", re.DOTALL)
 _JPEG2000_BYTES = 8
-"""OpenJPEG's memory of a pixel of one component: an int32 of its tile and one of the image."""
+"""OpenJPEG's memory per pixel and component: an int32 in the tile and an int32 in the image."""
 _JPEG2000_TILES, _JPEG2000_COMPONENTS = 4096, 4
 
 
 def costly(content: bytes, max_megapixels: float) -> str | None:
-    """Why decoding a file would cost more than its pixels; None where it does not."""
+    """The reason why decoding a file would cost more than its pixels; None if it does not."""
     if content.startswith(_PNG):
         return _costly_png(content)
     if content.startswith(_JPEG):
@@ -64,7 +64,7 @@ def _costly_jpeg(content: bytes) -> str | None:
 
 
 def _costly_scans(content: bytes, place: int) -> str | None:
-    """The problem with the scans from a place on; what follows the end of the picture, as a film does, is not read."""
+    """The problem with the scans from `place` on; data after the end of the picture, such as a video, is not read."""
     scans = 0
     for _ in range(MAX_PARTS):
         marker = _MARKER.search(content, place)
@@ -78,7 +78,7 @@ def _costly_scans(content: bytes, place: int) -> str | None:
 
 
 def _costly_tiff(content: bytes) -> str | None:
-    """The problem with the chain of pages of a TIFF file (with offsets of 8 bytes, a BigTIFF)."""
+    """The problem with the chain of pages of a TIFF or BigTIFF file; offsets of a BigTIFF have 8 bytes."""
     order: Literal["little", "big"] = "little" if content.startswith(b"II") else "big"
     big = int.from_bytes(content[2:4], order) == _BIG_TIFF
     count_bytes, entry_bytes, offset_bytes, place = (8, 20, 8, 8) if big else (2, 12, 4, 4)
@@ -92,14 +92,14 @@ def _costly_tiff(content: bytes) -> str | None:
 
 
 def _costly_jpeg2000(sizes: bytes, max_megapixels: float) -> str | None:
-    """The problem with the marker of the sizes in a JPEG 2000 code stream (ISO 15444-1, A.5.1)."""
+    """The problem with the image sizes in the SIZ marker of a JPEG 2000 code stream (ISO 15444-1, A.5.1)."""
     right, bottom, left, top, tile_width, tile_height = (
         int.from_bytes(sizes[place : place + 4]) for place in range(4, 28, 4)
     )
     components = int.from_bytes(sizes[36:38])
     width, height = max(right - left, 0), max(bottom - top, 0)
     if components > _JPEG2000_COMPONENTS:
-        return f"the file has {components} components, and a picture at most {_JPEG2000_COMPONENTS}"
+        return f"the file has {components} components, more than {_JPEG2000_COMPONENTS}"
     tiles = -(-right // max(tile_width, 1)) * -(-bottom // max(tile_height, 1))
     if tiles > _JPEG2000_TILES:
         return f"the file has {tiles} tiles, more than {_JPEG2000_TILES}"

@@ -1,9 +1,9 @@
 """Opening images: every source becomes a fully decoded RGB picture or a BadRowError.
 
 The size of a file is checked before it is read, and the number of pixels in its header before they are decoded (a file
-of 40 kB can claim a gigapixel), with what else decoding costs (`image_cost`). Transparent pixels are shown on white.
+of 40 kB can claim a gigapixel), as are other costs of decoding (`image_cost`). Transparent pixels are shown on white.
 Nothing is repaired: half a file is an error, not half an image, and an image that needs a conversion is refused unless
-`convert_images` names it. By default it names one: photos are turned as their EXIF orientation says.
+`convert_images` names the conversion. The default names one: photos are rotated by their EXIF orientation.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fovea_gym.rows.image_cost import MAX_SIDE_PX, costly
 from fovea_gym.types import Conversion, ImageRef
 
 Fetch: TypeAlias = Callable[[str, str], bytes]
-"""A function from a URL, and the name of the image in errors, to the content there."""
+"""A function of a URL and the image's name in errors, which returns the content of the URL."""
 OpenImage: TypeAlias = Callable[[ImageRef], Image.Image]
 """A function that opens an image: an `ImageOpener`, or a stand-in."""
 Size: TypeAlias = tuple[int, int]
 """Width and height of an image in pixels."""
 
 
-# Pillow also opens formats that run other programs (EPS starts Ghostscript) or hold no single picture.
+# Pillow also opens formats that start other programs (EPS starts Ghostscript) or do not hold a single picture.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
-# What Pillow's decoders raise on broken content, as found with half a million mutated files.
+# Exceptions that Pillow's decoders raise on broken content, found with half a million mutated files.
 _BROKEN = (
     OSError,
     SyntaxError,
@@ -64,13 +64,13 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _MAY_HOLD_ORIENTATION = re.compile(rb"exif|xmp", re.IGNORECASE)
-"""In a PNG file: Pillow decodes all pixels of a file without an orientation, to look for one behind them."""
+"""Checked in PNG files first, since Pillow decodes all pixels to look for an orientation that may follow them."""
 _BITS_TAG = 258
-# marker of the sizes in a JPEG 2000 code stream, and where behind it the bits of the first channel stand
+# the SIZ marker of a JPEG 2000 code stream, and the offset from it to the bits of the first channel
 _JPEG2000_SIZES, _JPEG2000_BITS = b"\xff\x4f\xff\x51", 42
 _CONVERSION_PROBLEMS: dict[Conversion, str] = {
     "cmyk": "has colours for printing (CMYK), which look different on every screen",
-    "16_bit": "has more than 8 bits a channel, which is more than the model sees",
+    "16_bit": "has more than 8 bits per channel, which is more than the model sees",
     "frames": "has several frames or pages, and the row does not say which of them is meant",
     "rotated": "is stored turned or mirrored, with a note (EXIF) on how to show it",
 }
@@ -87,16 +87,16 @@ class ImageOpener:
     """Reads, checks and decodes images, or only their headers; raises BadRowError naming `ref.where`."""
 
     max_image_mib: float
-    """Largest file."""
+    """Maximum size of a file."""
     max_image_megapixels: float
     convert_images: Collection[Conversion] = ()
     """Conversions to make; an image that needs another one is refused."""
     fetch: Fetch = no_fetch
     section: str = ""
-    """The words before these names in errors: `data.` where a recipe has them."""
+    """Prefix of these settings in errors: `data.` if a recipe sets them."""
 
     def __call__(self, ref: ImageRef) -> Image.Image:
-        """The image as RGB, with no file open, and changed as the reference says."""
+        """The image as RGB, with its file closed and the reference's `change` applied."""
         image = self._opened(ref)
         return image if ref.change is None else Image.fromarray(ref.change(np.asarray(image)))
 
@@ -111,9 +111,9 @@ class ImageOpener:
             return self._checked(image, content, where)
 
     def size(self, ref: ImageRef) -> Size:
-        """The size in an image's header, of which no pixel is decoded.
+        """The size in an image's header; no pixel is decoded.
 
-        It is that of the stored image: where that is shown turned, no count of pixels or visual tokens differs.
+        It is the size as stored, before any EXIF rotation, which does not change the number of pixels or visual tokens.
         """
         if isinstance(ref.source, np.ndarray):
             self._check_values(ref.source, ref.where)
@@ -126,7 +126,7 @@ class ImageOpener:
             return image.size
 
     def is_turned(self, ref: ImageRef) -> bool:
-        """True if the EXIF orientation of an image has it shown turned or mirrored."""
+        """True if the EXIF orientation of an image rotates or mirrors it."""
         if isinstance(ref.source, np.ndarray):
             return False
         if isinstance(ref.source, Image.Image):
@@ -164,11 +164,11 @@ class ImageOpener:
             )
 
     def _checked(self, image: Image.Image, content: bytes, where: str) -> Image.Image:
-        """The image as RGB, unless it has too many pixels or needs a conversion that nobody asked for."""
+        """The image as RGB; BadRowError for too many pixels, or for a conversion that the settings do not allow."""
         self._check_pixels(*image.size, where)
-        needed = _conversions(image, content) | _turned(image)  # Pillow turns a TIFF as it loads it, and forgets that
+        needed = _conversions(image, content) | _turned(image)  # before load(), which rotates a TIFF and drops its tag
         image.load()
-        needed |= _turned(image)  # some formats say so at the end of the file
+        needed |= _turned(image)  # in some formats the tag is at the end of the file
         for kind in sorted(needed - set(self.convert_images)):
             raise _refused(
                 where,
@@ -181,9 +181,9 @@ class ImageOpener:
 
     @contextmanager
     def _header(self, ref: ImageRef) -> Iterator[tuple[Image.Image, bytes, str]]:
-        """An encoded image of which only the header is read, the content of its file, and its name in errors.
+        """An encoded image with only its header read, the content of its file, and its name in errors.
 
-        BadRowError where the file is too large, or decoding it would cost more than its pixels.
+        BadRowError if the file is too large, or if decoding it would cost more than its pixels.
         """
         assert isinstance(ref.source, str | bytes), f"{ref.where} is {type(ref.source).__name__}, which is not encoded"
         where, content, limit = ref.where, ref.source, f"{self.section}max_image_mib"
@@ -204,7 +204,7 @@ def is_url(path: str) -> bool:
 
 
 def png_url(image: Image.Image) -> str:
-    """A picture as the data URI of a PNG, as chat endpoints take it."""
+    """A picture as a PNG data URI, the form that chat endpoints accept."""
     png = io.BytesIO()
     image.save(png, "PNG")
     return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode("ascii")
@@ -215,7 +215,7 @@ def _refused(where: str, problem: str, fix: str, reason: str) -> BadRowError:
 
 
 def no_such_image(where: str) -> BadRowError:
-    """The error of a row whose image file is missing."""
+    """The error for a row whose image file is missing."""
     return _refused(where, "no such image file", "correct the path in the row", "image_missing")
 
 
@@ -236,7 +236,7 @@ def _read(path: str, where: str, max_mib: float, setting: str) -> bytes:
 
 
 def check_bytes(num_bytes: int, where: str, max_mib: float, setting: str) -> None:
-    """Raise BadRowError for an image file larger than `max_mib`, which `setting` sets."""
+    """Raise BadRowError for an image file larger than `max_mib`; `setting` is the name of this limit."""
     mib = num_bytes / 2**20
     if mib > max_mib:
         raise _refused(
@@ -249,7 +249,7 @@ def check_bytes(num_bytes: int, where: str, max_mib: float, setting: str) -> Non
 
 @contextmanager
 def _broken_is_bad(where: str, content: bytes = b"") -> Iterator[None]:
-    """Turn Pillow's errors on broken content into BadRowError."""
+    """Convert Pillow's errors on broken content to BadRowError."""
     try:
         yield
     except UnidentifiedImageError as error:
@@ -267,9 +267,9 @@ def _broken_is_bad(where: str, content: bytes = b"") -> Iterator[None]:
 
 
 def _conversions(image: Image.Image, content: bytes) -> set[Conversion]:
-    """Conversions that an image needs to become 8-bit RGB, as far as its header says."""
+    """Conversions that an image needs to become 8-bit RGB, according to its header."""
     needed: set[Conversion] = set()
-    # a photo of a telephone often holds a second, smaller one (MPO): no frames of a film
+    # a phone's photo often holds a second, smaller one (MPO), which does not count as a frame
     if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
         needed.add("frames")
         image.seek(0)
@@ -285,8 +285,8 @@ def _turned(image: Image.Image) -> set[Conversion]:
 
 
 def _bits_per_channel(image: Image.Image, content: bytes) -> int:
-    """Bits per channel of the stored image, by its header."""
-    # Pillow reads 16-bit colours as 8-bit ones without a word
+    """Bits per channel of the stored image, according to its header."""
+    # Pillow silently reads 16-bit colours as 8-bit ones
     if isinstance(image, TiffImageFile):
         bits: tuple[int, ...] = image.tag_v2.get(_BITS_TAG, (8,))
         return max(bits)
@@ -301,7 +301,7 @@ def _bits_per_channel(image: Image.Image, content: bytes) -> int:
 
 
 def _why_unknown(content: bytes) -> tuple[str, str]:
-    """The problem with a file that Pillow does not recognise, and the reason that it is counted under."""
+    """The problem with a file that Pillow does not recognise, and the reason under which it is counted."""
     if not content:
         return "the file is empty (0 bytes)", "image_empty"
     if content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) >= 24:
@@ -319,16 +319,16 @@ def _to_rgb(image: Image.Image, where: str) -> Image.Image:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image.convert("RGBA"))
     rgb = image.convert("RGB")
-    rgb.info = {}  # an EXIF rotation left here would be applied again by whoever looks for one
+    rgb.info = {}  # an EXIF rotation left here could be applied a second time by other code
     return rgb
 
 
 def _grey_to_8_bit(image: Image.Image, where: str) -> Image.Image:
-    """16-bit grey (black 0, white 65535) as 8-bit grey; BadRowError for other wide modes, whose white is unknown."""
+    """16-bit grey (0 black, 65535 white) as 8-bit grey; BadRowError for other wide modes, whose white is unknown."""
     if not (image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")):
         raise _refused(
             where,
-            f"pixels are 32-bit numbers (Pillow mode {image.mode}), of which white is not known",
+            f"pixels are 32-bit numbers (Pillow mode {image.mode}), and their value for white is unknown",
             "save the image with 8 or 16 bits",
             "image_32_bit",
         )

@@ -1,8 +1,8 @@
 """Rows of the sources that a setting names, as one sequence whose rows are read on access.
 
-A source is a file (Parquet, JSONL, JSON, CSV, TSV), a pattern of such names, a URL of either, a folder with a table of
-images, or a Hugging Face data set (a folder or `owner/name`), with `@split` behind it where it has several, and a part
-of it in brackets: `@train[:90%]`, or `@[:90%]` where there are no splits.
+A source is a file (Parquet, JSONL, JSON, CSV, TSV), a glob pattern of files, a URL of either, a folder with a table of
+images, or a Hugging Face data set (a folder or `owner/name`). `@split` after it names one of several splits, and
+brackets select a part: `@train[:90%]`, or `@[:90%]` for a source without splits.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ __all__ = ["InMemory", "Rows", "Source", "given_rows", "image_refs", "open_rows"
 Source: TypeAlias = str | os.PathLike[str] | InMemory
 
 MADE = ("caption", "easy_vqa", "geo3k", "geospot", "geospot_europe", "readable", "visual_qa", "vqa")
-"""Folders in data/ that commands write: `fovea data vqa`."""
+"""Folders in data/ that commands such as `fovea data vqa` write."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
 class Rows(Sequence[Mapping[str, object]]):
-    """The rows of several tables, one table after the other."""
+    """The concatenated rows of several tables."""
 
     def __init__(self, tables: Sequence[Table], image_root: str | None = None, data_section: str = "") -> None:
-        """`data_section` stands before the name of the setting `image_root` in errors."""
+        """`data_section` is the prefix of the setting `image_root` in errors."""
         self._tables = tables
         self._ends = list(itertools.accumulate(len(table) for table in tables))
         self._image_root = image_root
@@ -73,21 +73,21 @@ class Rows(Sequence[Mapping[str, object]]):
         return f"{table.name} {table.place(place)}"
 
     def key(self, index: int) -> str:
-        """A unique name of the row, with the full path of its file."""
+        """A unique name of the row, which contains the full path of its file."""
         table, place = self._locate(index)
         return f"{table.key} {table.place(place)}"
 
     def folder(self, index: int) -> str | None:
-        """The folder (or the URL of one) of the paths inside the row; None where they may lead anywhere."""
+        """The folder, or its URL, that paths in the row must stay in; None if they may lead anywhere."""
         return self._image_root or self._locate(index)[0].folder
 
     def image_refs(self, index: int, *cells: object) -> tuple[ImageRef, ...]:
-        """References to the images of a row's cells; BadRowError that names the row."""
+        """References to the images of a row's cells; raises BadRowError naming the row."""
         setting = f"{self._data_section}image_root"
         return image_refs(*cells, where=self.where(index), folder=self.folder(index), image_root=setting)
 
     def column(self, name: str) -> Iterable[object]:
-        """Values of a column, one per row; None where a row has none."""
+        """The values of a column, one per row; None for rows without the column."""
         for table in self._tables:
             yield from table.column(name) if name in table.columns else itertools.repeat(None, len(table))
 
@@ -106,9 +106,9 @@ def open_rows(
 ) -> Rows:
     """Open the rows of all sources: names, paths, or rows in memory (`readers.frame`).
 
-    `setting` is the setting that named the sources. `columns` are those that must exist, each with the setting that
-    asks for it, so that an error can name it: `[("prompt_key", "problem")]`. Raises DataError for a source
-    that cannot be read, lacks a column, or has no rows.
+    `setting` is the setting that named the sources. `columns` lists the required columns, each after the setting that
+    names it, for errors: `[("prompt_key", "problem")]`. Raises DataError for a source that cannot be read, lacks a
+    column, or has no rows.
     """
     if not sources:
         raise DataError(f"{setting} is empty, so there are no rows; name at least one file")
@@ -124,9 +124,9 @@ def open_rows(
 
 
 def given_rows(source: InMemory, name: str) -> Rows:
-    """Rows that Python code has given; `name` is what messages call them.
+    """Rows passed from Python code; `name` is their name in messages.
 
-    DataError for what holds no rows, or has duplicate or invalid column names.
+    DataError for a source without rows, or with duplicate or invalid column names.
     """
     table = _memory_table(source, name)
     check_unique(table.columns, f"the argument {name} has")
@@ -146,7 +146,7 @@ def _memory_table(source: InMemory, name: str) -> Table:
 
 
 def _hub() -> Any:
-    """The reader of Hugging Face data sets, which needs an optional package."""
+    """The reader module for Hugging Face data sets, which needs an optional package."""
     return importlib.import_module("fovea_gym.rows.readers.hub")
 
 
@@ -156,7 +156,7 @@ class _Opener:
     setting: str
 
     def tables(self, source: Source, place: int) -> list[Table]:
-        """The tables of one source, the `place`-th of its setting."""
+        """The tables of one source, which is at index `place` of the setting."""
         if isinstance(source, str | os.PathLike):
             return self._named(os.fspath(source))
         return [_memory_table(source, f"{self.setting}[{place}] (from Python)")]
@@ -214,7 +214,7 @@ class _Opener:
         return table
 
     def _check_split(self, folder: Path, split: str | None) -> None:
-        """DataError where the tables of a folder's splits are there, and not the one that is named."""
+        """Raise DataError if a folder holds tables for splits, but not for the named one."""
         splits = [each.parent.name for each in sorted(folder.glob("*/metadata.*")) if metadata_of(each.parent)]
         if split and splits:
             listed = ", ".join(dict.fromkeys(splits))

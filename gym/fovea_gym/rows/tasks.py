@@ -1,4 +1,4 @@
-"""Tasks that are made on access, with the kind, level and place of each known before."""
+"""Tasks that are made on access; the kind, level and row of each task are known without making it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fovea_gym.types import Task
 
 
 class RowPlace(NamedTuple):
-    """Names of the row behind a task; known without making the task, even if it cannot be made."""
+    """Names of the row of a task; known without making the task, even if it cannot be made."""
 
     key: str
     """A unique name of the row, the same in every split that holds it."""
@@ -18,7 +18,7 @@ class RowPlace(NamedTuple):
 
 
 class LazyTasks(Sequence[Task]):
-    """Tasks `make(i)` for each i of `indices`, made on access; a slice is lazy too."""
+    """Tasks `make(i)` for each i of `indices`, made on access; slices are lazy as well."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class LazyTasks(Sequence[Task]):
 
     @property
     def levels(self) -> Sequence[str] | None:
-        """The level of difficulty of every task; None where the tasks have no levels."""
+        """The level of difficulty of every task; None if the tasks have no levels."""
         return None if self._level_of is None else [self._level_of(index) for index in self._indices]
 
     def place(self, index: int) -> RowPlace | None:
-        """Names of the row behind a task; None where rows are in no file."""
+        """Names of the row of a task; None if the rows are not in a file."""
         return self._place_of(self._indices[index]) if self._place_of else None
 
     def __len__(self) -> int:
@@ -69,15 +69,15 @@ class LazyTasks(Sequence[Task]):
 
 
 def kinds_of(tasks: Sequence[Task]) -> Sequence[str]:
-    """The kind of every task; tasks that know their kinds are not made for it."""
+    """The kind of every task; LazyTasks know their kinds without making the tasks."""
     return tasks.kinds if isinstance(tasks, LazyTasks) else [task.kind for task in tasks]
 
 
 def levels_of(tasks: Sequence[Task]) -> Sequence[str] | None:
-    """The level of every task; None where the tasks have no levels."""
+    """The level of every task; None if the tasks have no levels."""
     return tasks.levels if isinstance(tasks, LazyTasks) else None
 
 
 def place_of(tasks: Sequence[Task], index: int) -> RowPlace | None:
-    """Names of the row behind a task; None where it is in no file."""
+    """Names of the row of a task; None if it is not in a file."""
     return tasks.place(index) if isinstance(tasks, LazyTasks) else None

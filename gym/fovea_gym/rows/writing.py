@@ -1,4 +1,4 @@
-"""Writing rows to Parquet files, a few in memory at a time."""
+"""Writing rows to Parquet files, with only a few rows in memory at a time."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 """An encoded image in a cell, as Hugging Face's Image feature stores it."""
 ROWS_PER_GROUP = 500
 BYTES_PER_GROUP = 32 * 2**20
-"""Bytes of text and pictures at which a row group is written; writing holds the group in memory twice."""
+"""Bytes of text and pictures at which a row group is written; while it is written it is in memory twice."""
 
 
 def write_rows(
     file: Path, schema: Any, rows: Iterable[Mapping[str, object]], rows_per_group: int = ROWS_PER_GROUP
 ) -> Path:
-    """Write rows to `file` with one of pyarrow's schemas and return it; an interrupted file is not left behind.
+    """Write rows to `file` with a pyarrow schema and return the file; no partial file is left after an interruption.
 
-    At most `rows_per_group` rows are in memory at once, and fewer where they are large. Equal rows give equal bytes.
+    At most `rows_per_group` rows are in memory at once, fewer if they are large. Equal rows give equal bytes.
     """
     with atomic_file(file) as partial, pq.ParquetWriter(partial, schema) as writer:
         for group in _groups(rows, rows_per_group):
@@ -37,7 +37,7 @@ def write_rows(
 
 
 def release_memory() -> None:
-    """Give the operating system what Arrow has freed: its allocator would keep as much as a group took."""
+    """Return memory that Arrow has freed to the operating system; its allocator would keep the size of a group."""
     pa.default_memory_pool().release_unused()
 
 
@@ -55,7 +55,7 @@ def _groups(rows: Iterable[Mapping[str, object]], rows_per_group: int) -> Iterat
 
 
 def _num_bytes(cell: object) -> int:
-    """Size of the texts and the encoded pictures in a cell."""
+    """Size in bytes of the texts and the encoded pictures in a cell."""
     match cell:
         case str() | bytes():
             return len(cell)

@@ -1,4 +1,4 @@
-"""The base of every section of the settings (`fovea.config.run`), and how a section may be written short."""
+"""The base class of every section of the settings (`fovea.config.run`), and the short forms of sections."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fovea_gym.utils.installing import GYM
 
 T = TypeVar("T")
 Tree: TypeAlias = dict[str, Any]
-"""Nested mappings of plain values, as YAML gives them."""
+"""Nested mappings of plain values, as YAML returns them."""
 
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 PositiveInt: TypeAlias = Annotated[int, Field(ge=1)]
@@ -40,74 +40,74 @@ PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 FiniteFloat: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
 Coefficient: TypeAlias = Annotated[float, Field(gt=0, le=1e6)]
-"""A factor of a term of the loss or the reward; times a much larger one, gradients overflow."""
+"""A factor of a term of the loss or the reward; gradients would overflow with a much larger one."""
 CoefficientOrZero: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
 LearningRate: TypeAlias = Annotated[float, Field(gt=0, le=100)]
 Seconds: TypeAlias = Annotated[float, Field(gt=0, le=1e8)]
 """A time limit of at most three years; clocks of the operating system overflow at larger ones."""
 RowCount: TypeAlias = Annotated[int, Field(ge=1, le=1 << 24)]
-"""Rows of a split that is made, or draws of a step; each takes memory."""
+"""Number of rows of a generated split, or of samples per step; each takes memory."""
 TokenCount: TypeAlias = Annotated[int, Field(ge=1, le=1 << 20)]
-"""Tokens of one text."""
+"""Number of tokens of one text."""
 NumThreads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
-"""Threads or processes that are started at once."""
+"""Number of threads or processes that run at once."""
 
 
 def _can_be_called(url: str) -> str:
     if http_parts(url) is None:
-        raise AssertionError(url)  # and no ValueError, whose text would be printed in place of what is allowed
+        raise AssertionError(url)  # not ValueError, whose text would replace the description of what is allowed
     return url
 
 
 HttpUrl: TypeAlias = Annotated[str, AfterValidator(_can_be_called)]
-"""An address with a host and, where it has one, a port from 1 to 65535."""
+"""An address with a host and, optionally, a port from 1 to 65535."""
 
 MAY_CHANGE = "may change on resume"
 
 
 class _MayChange:
-    """Mark that stands in the JSON schema too."""
+    """A mark that is also written to the JSON schema."""
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {**handler(schema), MAY_CHANGE: True}
 
 
 MayChange: TypeAlias = Annotated[T, _MayChange()]
-"""A setting, or a section of them, that a resumed run may have other than it began with: it says where and in what
-pieces things are computed or written down, or it paces the optimizer, the remedy for a run that diverges."""
+"""A setting or section that may change when a run is resumed: it controls where and in what pieces results are computed
+or written, or it paces the optimizer, which is how to rescue a run that diverges."""
 
 _DEEPEST = 50
-"""Mappings and lists within each other; settings of Fovea's own have four."""
+"""Maximum nesting of mappings and lists; Fovea's own settings nest four deep."""
 NAME = "name"
-"""The field by which the section of a union, or a bundle, is chosen; a text in place of the section is short for it."""
+"""The field that chooses the section of a union, or a bundle; a text instead of a section is short for this field."""
 
 
 class Section(BaseModel):
-    """A frozen group of settings that refuses keys it does not know."""
+    """A frozen group of settings that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Names from elsewhere, and the settings that each stands for."""
+    """Alternative names, such as those of other trainers, with the settings that each stands for."""
     bundles: ClassVar[Mapping[str, Tree]] = {}
-    """By the value of the section's `name`, the settings that choosing it sets."""
+    """The settings that each value of the section's `name` sets."""
     short_lists: ClassVar[tuple[str, ...]] = ()
-    """Lists for which a text is short for a list of one."""
+    """Names of lists for which a single text is short for a list with one entry."""
     entry: ClassVar[FieldInfo | None] = None
-    """The field behind every further name, where the user chooses the names."""
+    """The field of every other name, in a section whose names the user chooses."""
 
     @classmethod
     def field_of(cls, name: str) -> FieldInfo | None:
-        """The field of a name; None for an unknown one."""
+        """The field of this name; None for an unknown name."""
         return cls.model_fields.get(name, cls.entry)
 
     @classmethod
     def completed(cls, given: Tree) -> Tree:
-        """The settings as given, in their long forms; each union without a name is its first section."""
+        """The given settings in their long forms; a union without a name becomes its first section."""
         return {key: _named(cls.field_of(key), value) for key, value in long_forms(cls, given).items()}
 
     def contradictions(self) -> Iterator[str]:
-        """Yield an error text for each group of settings that do not go together; `.level` is the section's own."""
+        """Yield an error text for each conflict of settings; the section's own settings are written as `.level`."""
         yield from ()
 
     @model_validator(mode="after")
@@ -122,23 +122,23 @@ class Section(BaseModel):
 
 
 class Member(Section):
-    """A section of a union, which its `name` chooses."""
+    """A section of a union, chosen by its `name`."""
 
     name: str
-    """Name by which the settings choose this section."""
+    """Name of this section, which chooses it."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenUnion:
-    """Mark of a union of sections to which other packages add theirs, by the entry points of `group`.
+    """Mark of a union of sections to which other packages can add sections, by the entry points of `group`.
 
-    The union names Fovea's sections, each with a fixed `name`, and the base class of sections in other packages.
+    The union lists Fovea's sections, each with a fixed `name`, and the base class for sections of other packages.
     A package is imported when a setting names its section.
     """
 
     group: str
     method: str
-    """Method by which a section of another package makes its part."""
+    """Method with which a section of another package makes its object."""
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> Any:
         ours = [*_ours(union), *({NoneType} & set(get_args(union)))]
@@ -155,7 +155,7 @@ class OpenUnion:
         return {**schema, "serialization": {"type": "any"}}
 
     def section(self, union: Any, name: str) -> type[Section] | None:
-        """The section of this name in another package, which is imported; None where none registers it."""
+        """The section of this name in another package, which is imported; None if no package registers it."""
         found = entry_points.load(self.group, name, _names(_ours(union)))
         if found is None:
             return None
@@ -171,7 +171,7 @@ class OpenUnion:
         return section
 
     def imported(self, union: Any) -> Iterator[type[Section]]:
-        """The sections of packages that have been imported, but for those that `section` refuses."""
+        """The sections of packages that have been imported, except those that `section` refuses."""
         for name in entry_points.imported(self.group):
             with suppress(ConfigError):
                 if (section := self.section(union, name)) is not None:
@@ -179,17 +179,16 @@ class OpenUnion:
 
 
 def long_forms(section: type[Section], given: Tree) -> Tree:
-    """The settings of a section with aliases replaced by what they stand for, and short forms by sections.
+    """The settings of a section with aliases replaced by the settings that they stand for, and short forms by sections.
 
-    Short forms: a text for a union chooses one of its sections, `path/to/file.py:Class` the user's own environment; a
-    text for a section with bundles is its name, and chooses one of these;
-    true and false stand for the defaults and for the absence of an optional section.
-    ValueError where an alias and what it stands for are both set.
+    Short forms: a text for a union chooses one of its sections, and `path/to/file.py:Class` a custom environment; a
+    text for a section with bundles chooses a bundle; true stands for the defaults of an optional section, and false for
+    its absence. ValueError if an alias and a setting that it stands for are both set.
     """
     for alias in section.aliases.keys() & given.keys():
         names = section.aliases[alias]
         if set(names) & given.keys():
-            raise ValueError(f"{alias} stands for {' and '.join(names)}, which are set beside it; drop one of them")
+            raise ValueError(f"{alias} stands for {' and '.join(names)}, and both are set; drop one of them")
         given = {key: value for key, value in given.items() if key != alias} | dict.fromkeys(names, given[alias])
     return {key: _long_form(section.field_of(key), value) for key, value in given.items()}
 
@@ -206,7 +205,7 @@ def _long_form(field: FieldInfo | None, value: Any) -> Any:
 
 
 def file_meant(value: str) -> str | None:
-    """`clocks.py:Clocks` for `clocks:Clocks` where that file exists; None for other values."""
+    """`clocks.py:Clocks` for `clocks:Clocks` if the file exists; None for other values."""
     file, _, name = value.rpartition(":")
     is_meant = bool(file) and name.isidentifier() and Path(f"{file}.py").expanduser().is_file()
     return f"{file}.py:{name}" if is_meant else None
@@ -214,14 +213,14 @@ def file_meant(value: str) -> str | None:
 
 def _named(field: FieldInfo | None, value: Any) -> Any:
     if isinstance(value, list):
-        # strict validation takes a tuple for a tuple, and YAML has none
+        # strict validation accepts only a tuple for a tuple, and YAML has no tuples
         return tuple(value)
     ours = _ours(field.annotation) if field is not None and isinstance(value, dict) else []
     return {NAME: _names(ours)[0], **value} if ours else value
 
 
 def sections_of(field: FieldInfo) -> tuple[type[Section], ...]:
-    """The sections that a field may hold, also those of packages that have been imported; none: a plain setting."""
+    """The sections that a field may hold, including those of imported packages; empty for a plain setting."""
     named, union = tuple(_sections_in(field.annotation)), _open_union(field)
     if union is None:
         return named
@@ -236,18 +235,18 @@ def _sections_in(annotation: object) -> Iterator[type[Section]]:
 
 
 def is_union(field: FieldInfo) -> bool:
-    """True if a `name` chooses what the field holds."""
+    """True if the field holds one of several sections, chosen by `name`."""
     return _open_union(field) is not None or bool(_ours(field.annotation))
 
 
 def variants_of(field: FieldInfo) -> dict[str, type[Section]]:
-    """The sections of `sections_of` by the name that chooses each; empty where there is nothing to choose."""
+    """The sections of `sections_of` by the name that chooses each; empty if there is nothing to choose."""
     named = [section for section in sections_of(field) if _has_a_fixed_name(section)]
     return dict(zip(_names(named), named, strict=True))
 
 
 def variant_of(field: FieldInfo, name: object) -> type[Section] | None:
-    """The section that this name chooses, which may be one of another package; None for an unknown name."""
+    """The section that this name chooses, which may belong to another package; None for an unknown name."""
     if not isinstance(name, str):
         return None
     union = _open_union(field)
@@ -256,17 +255,17 @@ def variant_of(field: FieldInfo, name: object) -> type[Section] | None:
 
 
 def names_of(field: FieldInfo) -> list[str]:
-    """All names of a union, also in packages that have not been imported."""
+    """All names of a union, including those in packages that have not been imported."""
     union = _open_union(field)
     registered = () if union is None else entry_points.registered(union.group)
     return list(dict.fromkeys([*_names(_ours(field.annotation)), *registered]))
 
 
 def packages_of(field: FieldInfo) -> list[str]:
-    """The names of a union's sections in packages that do not come with Fovea; none is imported."""
+    """The names of a union's sections in packages that are not part of Fovea; no package is imported."""
     union = _open_union(field)
     points = {} if union is None else entry_points.registered(union.group)
-    # the examples are registered as environments of other packages are
+    # leave out the examples, which the gym itself registers by entry points
     return [name for name, (point, *_) in points.items() if entry_points.package_of(point) != GYM]
 
 
@@ -293,7 +292,7 @@ def _has_a_fixed_name(section: type[Section]) -> bool:
 
 
 def over(below: Tree, above: Tree) -> Tree:
-    """Settings over others, section by section; another member of a union replaces the section whole."""
+    """Merge settings into others, section by section; another member of a union replaces the whole section."""
     merged = dict(below)
     for key, value in above.items():
         under: Any = below.get(key)
@@ -304,7 +303,7 @@ def over(below: Tree, above: Tree) -> Tree:
 
 
 def leaves(tree: Tree, path: str = "") -> Tree:
-    """The values of nested mappings by dotted key; an empty mapping is a value."""
+    """The values of nested mappings by dotted key; an empty mapping counts as a value."""
     found: Tree = {}
     for name, value in tree.items():
         is_section = isinstance(value, dict) and value
@@ -313,35 +312,35 @@ def leaves(tree: Tree, path: str = "") -> Tree:
 
 
 def nested(path: Iterable[str], value: object) -> Tree:
-    """`{a: {b: value}}` for the path `a`, `b`."""
+    """A value in nested mappings: `{a: {b: value}}` for the path `a`, `b`."""
     first, *below = path
     return {first: nested(below, value) if below else value}
 
 
 def check_depth(value: object, where: str, depth: int = 0) -> None:
-    """ConfigError naming `where` for a value that holds itself, or nests deeper than settings do."""
+    """Raise ConfigError naming `where` for a value that is nested too deeply, for instance because it holds itself."""
     if depth > _DEEPEST:
-        raise ConfigError(f"{where}: holds itself, or nests more than {_DEEPEST} deep, as no setting does; flatten it")
+        raise ConfigError(f"{where}: is nested more than {_DEEPEST} levels deep, or holds itself; flatten it")
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     for each in inside:
         check_depth(each, where, depth + 1)
 
 
 class ContradictionError(ValueError):
-    """Settings of a section that do not go together; its text names them as the section does."""
+    """Settings of a section contradict each other; the text names them relative to the section."""
 
     def __init__(self, text: str, names: Iterable[str]) -> None:
-        """`text` has these names of settings as `.level`, at its beginning or after a blank or a bracket."""
+        """`text` refers to the settings `names` as `.level`, at its beginning or after a blank or a bracket."""
         self._text = text
         self._name = re.compile(rf"(?<![^\s(])\.(?=(?:{'|'.join(map(re.escape, names))})\b)")
         super().__init__(self.below(""))
 
     def below(self, key: str) -> str:
-        """The text with the names of settings in full, where the section is at this key."""
+        """The text with the full names of settings, for a section at this key."""
         return self._name.sub(f"{key}." if key else "", self._text)
 
 
 def refuse(complaints: Iterable[str], names: Iterable[str]) -> None:
-    """ContradictionError with all complaints, if there are any, about settings of these names."""
+    """Raise ContradictionError with all complaints, if there are any; `names` are the settings of the section."""
     if found := list(complaints):
         raise ContradictionError("; also: ".join(found), names)

@@ -1,4 +1,4 @@
-"""Settings of the environments: `environment.name` says which of these sections it is."""
+"""Settings of the environments; `environment.name` chooses one of these sections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fovea_gym.settings.base import (
 from fovea_gym.settings.grounding import GroundingEnvironment, GroundingShapesEnvironment
 from fovea_gym.settings.splits import DrawnRows, EnvironmentSettings, FileEnvironment, SessionLimits, SplitFiles
 
-if TYPE_CHECKING:  # settings are read without what they make
+if TYPE_CHECKING:  # reading settings does not import the environments
     from fovea_gym.environments.access import Access, Part
     from fovea_gym.environments.base import Environment
 
@@ -38,25 +38,25 @@ class GeoSpotEnvironment(SplitFiles):
 
     name: Literal["geospot"] = "geospot"
     image_key: str | None = None
-    """Column of the picture; default: image, or image_url where there is no such column."""
+    """Column of the picture; default: image, or image_url if there is no column image."""
     columns: dict[GeoColumn, str] = Field(default=GEO_COLUMNS)
     """Columns of the country (a name or an ISO code), the region (a state or province; default: region, if there is
-    such a column), the city (an empty cell is not asked for), and of lat and lon in degrees, south and west
+    such a column), the city (not asked for if the cell is empty), and lat and lon in degrees, south and west
     negative."""
     level_key: str | None = None
-    """Column of a level of difficulty, a text, by which curriculum.level_weights draws rows."""
+    """Column of the level of difficulty, a text; curriculum.level_weights samples rows by it."""
     prompt: str = (
         "Where was this picture taken? Answer with five lines: City: ..., Region: ... (state or province), "
         "Country: ..., Latitude: ... and Longitude: ... in decimal degrees."
     )
-    """Question, the same for every picture."""
+    """The question, which is the same for every picture."""
     system_prompt: str | None = None
     """System prompt."""
     weights: dict[GeoPart, NonNegativeFloat] = Field(default=GEO_WEIGHTS)
-    """Weights of the parts of the reward; those of the parts that a stage asks for are scaled to sum to 1. Coordinates
-    are graded by exp(-distance / tolerance)."""
+    """Weights of the parts of the reward; the weights of the parts that a stage asks for are scaled to sum to 1. The
+    score for coordinates is exp(-distance / tolerance)."""
     tolerances_km: Annotated[tuple[PositiveFloat, ...], Field(min_length=5, max_length=5)] = (500, 200, 100, 50, 25)
-    """Distance at which the score for coordinates falls to 1/e, in each of the five stages, from large to small."""
+    """Distance at which the score for coordinates falls to 1/e, for each of the five stages, in falling order."""
 
     @property
     def image_names(self) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class GeoSpotEnvironment(SplitFiles):
 
     @classmethod
     def completed(cls, given: Tree) -> Tree:
-        """The settings as given; what a mapping leaves out has its default."""
+        """The given settings; entries that a mapping leaves out get their defaults."""
         mappings: dict[str, dict[Any, Any]] = {"columns": GEO_COLUMNS, "weights": GEO_WEIGHTS}
         filled = {key: {**mappings[key], **given[key]} for key in mappings if isinstance(given.get(key), dict)}
         return super().completed(given | filled)
@@ -90,7 +90,7 @@ class GeoSpotEnvironment(SplitFiles):
             )
 
     def make(self, access: Access, seed: int) -> Environment:
-        # an optional extra; the module reports its absence
+        # needs an optional extra; the module raises an error without it
         from fovea_gym.environments.geospot.environment import GeoSpot
 
         return GeoSpot(self, access)
@@ -101,35 +101,35 @@ Level: TypeAlias = Annotated[int, Field(ge=1, le=3)]
 
 
 class ShapesEnvironment(DrawnRows):
-    """Rendered scenes with questions on number, colour, shape and existence."""
+    """Rendered scenes with questions about number, colour, shape and existence."""
 
     name: Literal["shapes"] = "shapes"
     level: Level | Annotated[tuple[Level, ...], Field(min_length=1)] = 1
-    """Difficulty. 1: one kind of object on a jittered grid; 2: and distractors; 3: distractors, free placement, all
-    sizes. A list mixes its levels in equal parts, and curriculum.level_weights names them '1' to '3'."""
+    """Difficulty. 1: one kind of object on a jittered grid; 2: with distractors; 3: with distractors, free placement
+    and all sizes. A list mixes its levels in equal parts; curriculum.level_weights calls them '1' to '3'."""
     comparison_share: Fraction = 0.0
     """Share of rows with two images to compare."""
     text_share: Fraction = 0.0
     """Share of text-only rows, whose scene is described in words."""
     dev_size: RowCount = 400
-    """Dev scenes, for early stopping of the warm-up and evaluation while training."""
+    """Number of dev scenes, for early stopping of the warm-up and for evaluation during training."""
     test_size: RowCount = 800
-    """Held-out scenes of the final table."""
+    """Number of held-out scenes for the final table."""
     image_side_px: Annotated[int, Field(ge=32, le=8192)] = 48
     """Width and height of a scene."""
 
     def contradictions(self) -> Iterator[str]:
         if len(set(self.levels)) < len(self.levels):
-            yield (f".level={list(self.levels)} names a level twice, but a mix has equal parts of each; name each once")
+            yield (f".level={list(self.levels)} names a level twice, but levels are mixed equally; name each once")
         if self.comparison_share + self.text_share > 1:
             yield (
                 f".comparison_share={self.comparison_share:g} and .text_share="
-                f"{self.text_share:g} are more than all rows together; lower one of them"
+                f"{self.text_share:g} sum to more than 1; lower one of them"
             )
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The levels of the scenes, one or a mix."""
+        """The levels of the scenes: one level, or those of a mix."""
         return self.level if isinstance(self.level, tuple) else (self.level,)
 
     def make(self, access: Access, seed: int) -> Environment:
@@ -139,15 +139,15 @@ class ShapesEnvironment(DrawnRows):
 
 
 class SmallShapesEnvironment(DrawnRows):
-    """Scenes of an object too small for the picture that the model sees, which may see a box of the scene enlarged."""
+    """Scenes with an object too small to recognise in the picture; the model may ask for an enlarged box of it."""
 
     name: Literal["shapes_small"] = "shapes_small"
     zoom: bool = True
-    """Let the model ask for a box of the scene, enlarged, in a turn before its answer."""
+    """Let the model ask for an enlarged box of the scene, in a turn before its answer."""
     scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
-    """Coordinates of the right and the lower edge of the scene; Qwen3-VL gives places from 0 to 1000."""
+    """Coordinate of the right and the lower edge of the scene; Qwen3-VL gives coordinates from 0 to 1000."""
     test_size: RowCount = 600
-    """Held-out scenes of the final table."""
+    """Number of held-out scenes for the final table."""
 
     def make(self, access: Access, seed: int) -> Environment:
         from fovea_gym.environments.shapes.small import SmallShapes
@@ -156,19 +156,19 @@ class SmallShapesEnvironment(DrawnRows):
 
 
 class Geo3kEnvironment(FileEnvironment):
-    """Geometry problems with a diagram; the last boxed answer is graded (Geometry3K's public layouts)."""
+    """Geometry problems with a diagram, in the public layouts of Geometry3K; the last boxed answer is graded."""
 
     name: Literal["geo3k"] = "geo3k"
     format_weight: Fraction | None = None
-    """Share of the reward for the format of the response; default 0.1, the rest is for the answer."""
+    """Share of the reward for the format of the response (default: 0.1); the rest is for the answer."""
     reward_max_val: float | None = None
-    """Binary reward of a right answer (default 1), whatever its format; excludes format_weight."""
+    """Binary reward of a right answer (default: 1), whatever its format; cannot be combined with format_weight."""
     reward_min_val: float | None = None
-    """Binary reward of a wrong answer (default 0)."""
+    """Binary reward of a wrong answer (default: 0)."""
     think_tags: bool = False
-    """Require reasoning that ends in `</think>` before the boxed answer; Instruct models do not write it."""
+    """Require reasoning that ends in `</think>` before the boxed answer; Instruct models do not write this tag."""
     answer_tags: bool = False
-    """Grade the content of `<answer>` tags in place of a box, as R1-V and MM-Eureka do."""
+    """Grade the content of `<answer>` tags instead of a box, as R1-V and MM-Eureka do."""
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -177,23 +177,23 @@ class Geo3kEnvironment(FileEnvironment):
         low, high = self.binary_rewards
         if self.format_weight:
             yield (
-                f".format_weight={self.format_weight:g} shares the reward, but .reward_max_val "
-                "and reward_min_val make it binary; unset either"
+                f".format_weight={self.format_weight:g} splits the reward, but .reward_max_val "
+                "and reward_min_val make it binary; unset one of them"
             )
         if self.think_tags:
             yield (
-                ".think_tags=true is about the form, which the binary reward of .reward_max_val "
-                "and reward_min_val leaves out; unset either"
+                ".think_tags=true grades the format, which the binary reward of .reward_max_val "
+                "and reward_min_val ignores; unset one of them"
             )
         if not low < high:
             yield (
-                f".reward_min_val={low:g} is not below reward_max_val={high:g}, so that a right answer "
+                f".reward_min_val={low:g} is not below reward_max_val={high:g}, so a right answer "
                 "would not be worth more; lower reward_min_val"
             )
 
     @property
     def binary_rewards(self) -> tuple[float, float] | None:
-        """Of a wrong and of a right answer; None where the reward is shared with the form."""
+        """The rewards of a wrong and of a right answer; None if the format has a share of the reward."""
         if self.reward_max_val is None and self.reward_min_val is None:
             return None
         return self.reward_min_val or 0.0, 1.0 if self.reward_max_val is None else self.reward_max_val
@@ -213,16 +213,16 @@ class VqaEnvironment(FileEnvironment):
 
     name: Literal["vqa"] = "vqa"
     answers_key: str | None = None
-    """Column with the answers of several annotators (VQA v2's `answers`), for soft accuracy; default: there is one."""
+    """Column with the answers of several annotators (VQA v2's `answers`), for soft accuracy; default: one answer."""
     choices_key: str | None = None
-    """Column with the options of multiple choice: they are listed under letters after the question."""
+    """Column with the options of multiple choice, which are listed with letters after the question."""
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.answers_key is not None and self.choices_key is not None:
             yield (
-                f".answers_key={self.answers_key} asks for soft accuracy, which .choices_key="
-                f"{self.choices_key} has no use for; unset either"
+                f".answers_key={self.answers_key} asks for soft accuracy, which does not apply to the options of "
+                f".choices_key={self.choices_key}; unset one of them"
             )
 
     def make(self, access: Access, seed: int) -> Environment:
@@ -232,7 +232,7 @@ class VqaEnvironment(FileEnvironment):
 
 
 class RowsEnvironment(FileEnvironment):
-    """Questions about images that your own reward grades (`reward`); true answers may be missing."""
+    """Questions about images, graded by your own reward function (`reward`); true answers may be missing."""
 
     name: Literal["rows"] = "rows"
 
@@ -247,14 +247,15 @@ class CaptionEnvironment(FileEnvironment):
 
     name: Literal["caption"] = "caption"
     references_key: str | None = None
-    """Column with all references of an image; default: the true answer, which may be a list of them."""
+    """Column with all references of an image; default: the true answer, which may be a list of references."""
     metric_weights: dict[CaptionMetric, PositiveFloat] = Field(default={"cider": 1.0})
-    """Weights of the metrics in the reward: cider (CIDEr-D), chrf, bleu, and the sections judge and reward_model."""
+    """Weights of the metrics in the reward: cider (CIDEr-D), chrf, bleu, judge and reward_model; the sections judge and
+    reward_model configure the last two."""
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if not self.metric_weights:
-            yield ".metric_weights is empty, so that there is no reward; write {cider: 1}"
+            yield ".metric_weights is empty, so there is no reward; write {cider: 1}"
 
     def make(self, access: Access, seed: int) -> Environment:
         from fovea_gym.environments.caption import Caption
@@ -262,7 +263,7 @@ class CaptionEnvironment(FileEnvironment):
         for name, offered in (("judge", access.judge), ("reward_model", access.reward_model)):
             if name in self.metric_weights and offered is None:
                 raise ConfigError(
-                    f"{access.section}metric_weights has {name}, and there is none; set the section {name}"
+                    f"{access.section}metric_weights has {name}, which is not configured; set the section {name}"
                 )
         judge = access.judge if "judge" in self.metric_weights else None
         load = access.reward_model if "reward_model" in self.metric_weights else None
@@ -274,13 +275,13 @@ Value: TypeAlias = str | bool | int | float | None
 
 
 class OwnEnvironment(EnvironmentSettings):
-    """A class of yours (docs/own.md); `environment=path/to/file.py:Class` is short for this section."""
+    """Your own environment class (docs/own.md); `environment=path/to/file.py:Class` is short for this section."""
 
     name: Literal["own"] = "own"
     file: Annotated[str, Field(min_length=1)]
-    """`path/to/file.py:Class`; relative paths start at the working directory."""
+    """The class as `path/to/file.py:Class`; paths are relative to the working directory."""
     settings: dict[str, Value] = Field(default_factory=dict)
-    """Argument `settings` of its constructor."""
+    """Argument `settings` of the class's constructor."""
 
     def make(self, access: Access, seed: int) -> object:
         from fovea_gym.environments.custom.loading import load_environment
@@ -294,33 +295,32 @@ class SeedRows(EnvironmentSettings):
     prompt: str = "Choose the next action."
     """Text below the first picture."""
     max_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 10
-    """Most actions of an episode."""
+    """Maximum number of actions in an episode."""
     train_size: RowCount = 1000
-    """Training rows."""
+    """Number of training rows."""
     dev_size: RowCount = 100
-    """Dev rows."""
+    """Number of dev rows."""
     test_size: RowCount = 200
-    """Test rows."""
+    """Number of test rows."""
 
 
 class GymnasiumEnvironment(SeedRows):
-    """An environment of gymnasium with discrete actions, seen as pictures (docs/agents.md)."""
+    """A gymnasium environment with discrete actions, shown to the model as pictures (docs/agents.md)."""
 
     name: Literal["gymnasium"] = "gymnasium"
     id: Annotated[str, Field(min_length=1)]
-    """Its id in gymnasium's registry (`FrozenLake-v1`, `module:Name-v0`), or `path/to/file.py:Class`."""
+    """The environment's id in gymnasium's registry (`FrozenLake-v1`, `module:Name-v0`), or `path/to/file.py:Class`."""
     kwargs: dict[str, Value] = Field(default_factory=dict)
-    """Arguments of its constructor."""
+    """Keyword arguments of the environment's constructor."""
     actions: tuple[Annotated[str, Field(pattern=r"^\S(.*\S)?$")], ...] = ()
-    """Names of the actions, in the order of their numbers, which the prompt lists; default: the numbers."""
+    """Names of the actions in the order of their numbers, to be listed in the prompt; default: the numbers."""
     success_key: str | None = None
-    """Key of the last step's `info` that is true after success; default: terminated with a positive reward."""
+    """Key of the last step's `info` that is true after success; default: success is an end with a positive reward."""
 
     def contradictions(self) -> Iterator[str]:
         if len({action.casefold() for action in self.actions}) < len(self.actions):
             yield (
-                f".actions={list(self.actions)} names an action twice, in any case of letters; give every "
-                "action a separate name"
+                f".actions={list(self.actions)} names an action twice, ignoring case; give every action a separate name"
             )
 
     def make(self, access: Access, seed: int) -> Environment:
@@ -336,19 +336,19 @@ class OpenEnvEnvironment(SeedRows):
     url: HttpUrl
     """Address of the server, such as http://127.0.0.1:8000."""
     reset: dict[str, Value] = Field(default_factory=dict)
-    """Arguments of `reset` beside the seed."""
+    """Arguments of `reset` in addition to the seed."""
     action_key: str | None = None
     """Field of the action that gets the text in the model's `<action>` tag; default: the tag holds a JSON object."""
     image_keys: tuple[str, ...] = ()
-    """Fields with pictures: base64, a list of base64, or values from 0 to 255, nested or flat beside FIELD_shape."""
+    """Fields of an observation with pictures: base64, a list of base64, or values from 0 to 255 (nested, or flat with
+    their shape in FIELD_shape)."""
     text_keys: tuple[str, ...] = ()
-    """Fields of an observation that are shown as text."""
+    """Fields of an observation to show as text."""
 
     def contradictions(self) -> Iterator[str]:
         if not (self.image_keys or self.text_keys):
             yield (
-                ".image_keys and .text_keys are empty, so that the model would see nothing; name "
-                "fields of the observation"
+                ".image_keys and .text_keys are empty, so the model would see nothing; name fields of the observation"
             )
 
     def make(self, access: Access, seed: int) -> Environment:
@@ -358,13 +358,13 @@ class OpenEnvEnvironment(SeedRows):
 
 
 class NemoGymEnvironment(SplitFiles):
-    """Rows of NeMo-Gym; one of its resources servers runs their tools and gives the rewards (docs/agents.md)."""
+    """Rows of NeMo-Gym; one of its resources servers runs the tools and computes the rewards (docs/agents.md)."""
 
     name: Literal["nemo_gym"] = "nemo_gym"
     url: HttpUrl
     """Address of the resources server, such as http://127.0.0.1:8000."""
     max_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 10
-    """Most answers of an episode, those with calls included."""
+    """Maximum number of answers in an episode, including those with tool calls."""
 
     def make(self, access: Access, seed: int) -> Environment:
         from fovea_gym.adapters.nemo_gym import NemoGym
@@ -389,18 +389,18 @@ PartEnvironment: TypeAlias = Annotated[
     | EnvironmentSettings,
     OpenUnion("fovea.environments", "make"),
 ]
-"""Any environment but a mixture, of which these may be parts (`fovea_gym.settings.environments`)."""
+"""Any environment that can be part of a mixture: all except a mixture (`fovea_gym.settings.environments`)."""
 
 
 class MixturePart(Section):
-    """One data set of a mixture: how often it is drawn, and the settings that a run of it only would have."""
+    """One data set of a mixture: how often its rows are sampled, and its environment."""
 
     share: PositiveFloat = 1.0
-    """How often rows of this part are drawn, relative to the shares of the other parts, however many rows it has."""
+    """How often rows of this part are sampled, relative to the shares of the other parts, however many rows it has."""
     environment: PartEnvironment = Field(default_factory=ShapesEnvironment)
-    """Environment of this part, with the settings of `environment`; no mixture."""
+    """Environment of this part, with the same settings as `environment`; it cannot be a mixture."""
     reward: str | None = None
-    """Your own reward function for this part, `path/to/file.py:function`, in place of its environment's score."""
+    """Your own reward function for this part, `path/to/file.py:function`, which replaces its environment's score."""
 
     def make(self, access: Access, seed: int) -> Part:
         """Make the part, with the graders of its environment."""
@@ -410,13 +410,13 @@ class MixturePart(Section):
         made = self.environment.made(access, seed)
         if self.reward is not None or not isinstance(made, Environment):
             raise ConfigError(
-                "your own reward or environment is scored within limits of a run; give Access(make_part=...)"
+                "your own reward or environment needs the limits of a run for its score; pass Access(make_part=...)"
             )
         return Part(environment=made, grading=made.grading(), share=self.share)
 
 
 class MixtureParts(Section):
-    """The parts of a mixture, by names of your choice, without `.` and `/`."""
+    """The parts of a mixture, by names of your choice that contain no `.` and no `/`."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, MixturePart] = Field(init=False)
@@ -436,16 +436,16 @@ class MixtureEnvironment(EnvironmentSettings):
 
     def contradictions(self) -> Iterator[str]:
         if not self.parts.by_name:
-            yield ".parts is empty, so that there are no rows; name a part or more"
+            yield ".parts is empty, so there are no rows; name at least one part"
         for name in self.parts.by_name:
             if not name or set(name) & {".", "/"}:
                 yield (
-                    f".parts: {name!r} does not fit in the names of settings and of question types; give the part a "
+                    f".parts: {name!r} cannot be part of the names of settings and question types; give the part a "
                     "name without . and /"
                 )
         if self.session != SessionLimits():
             yield (
-                ".session is set, but the episodes of a mixture are those of its parts; set "
+                ".session is set, but the episodes of a mixture belong to its parts; set "
                 ".parts.NAME.environment.session"
             )
 

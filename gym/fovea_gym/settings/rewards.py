@@ -1,4 +1,4 @@
-"""Settings of rewards: names of the user's own functions, and the models that grade."""
+"""Settings of rewards: the names of custom reward functions, and the models that grade."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ RewardPlace: TypeAlias = Literal["thread", "process"]
 Rewards: TypeAlias = str | tuple[str, ...] | None
 """One reward function by name, or a list of them."""
 OVERLONG = "overlong"
-"""Part of the reward that `algorithm.overlong` logs, so that no other has the name."""
+"""Part of the reward that `algorithm.overlong` logs; no other part may have this name."""
 FROM_PYTHON = "python:"
-"""Beginning of the names of objects that Python code has given."""
+"""Prefix of the names of objects passed from Python code."""
 
 
 def reward_tuple(reward: Rewards) -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def reward_tuple(reward: Rewards) -> tuple[str, ...]:
 
 
 def part_name(spec: str) -> str:
-    """The name under which a reward of a list is logged: that of its function."""
+    """The name under which a reward function of a list is logged: the function's name."""
     return spec.rpartition(":")[2].rpartition(".")[2]
 
 
@@ -33,39 +33,39 @@ RewardShare: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
 
 class Judge(Section):
-    """A model that grades answers, behind any OpenAI-compatible endpoint, given images, question, answer and truth.
+    """A model behind an OpenAI-compatible endpoint that grades answers, given images, question, answer and true answer.
 
-    environment.metric_weights of captions, model_reward and second_opinion ask it.
+    It is used by environment.metric_weights of captions, model_reward and second_opinion.
     """
 
     url: Annotated[HttpUrl, Field(examples=["http://HOST:PORT/v1"])]
-    """Base of the endpoint, `/v1` included: http://localhost:8000/v1."""
+    """Base URL of the endpoint, including `/v1`: http://localhost:8000/v1."""
     model: str
-    """Name of the model there."""
+    """Name of the model at the endpoint."""
     prompt: str | None = None
-    """Prompt after the images; holds {answer}, and optionally {question} and {references}, the true answers. Default:
-    one for descriptions in environment.metric_weights, one for answers elsewhere (docs/environments.md)."""
+    """Prompt after the images; it must contain {answer}, and may contain {question} and {references}, the true answers.
+    Default: one for descriptions in environment.metric_weights, one for answers elsewhere (docs/environments.md)."""
     max_new_tokens: TokenCount = 256
-    """Longest reply, in tokens."""
+    """Maximum number of tokens of a reply."""
     max_concurrency: NumThreads = 8
-    """Concurrent calls."""
+    """Maximum number of concurrent calls."""
     timeout_seconds: Seconds = 60.0
     """Time limit of one try, from connecting to the last byte."""
     api_key_env: str | None = None
     """Environment variable that holds the key of the endpoint; the key itself is not a setting."""
     on_failure: Literal["error", "drop", "drop_completion"] = "error"
-    """Handling of a grade that all tries failed to get: stop, or drop the group (`groups/unscored`) or only the
-    completion (`episodes/failed`)."""
+    """Action when all tries to grade an answer have failed. error: stop; drop: drop the group (`groups/unscored`);
+    drop_completion: drop only the completion (`episodes/failed`)."""
 
     def contradictions(self) -> Iterator[str]:
         if self.prompt is not None and "{answer}" not in self.prompt:
-            yield ".prompt has no {answer}, so that there is nothing to judge; put it in"
+            yield ".prompt has no {answer}, so there is nothing to judge; add it"
 
 
 class RewardModel(Section):
-    """A sequence classifier with one output in transformers' format; only a vision-language model sees images."""
+    """A sequence classifier with one output, in transformers' format; only a vision-language model sees images."""
 
     path: str
-    """Folder with config, tokenizer and weights as safetensors."""
+    """Folder with the config, the tokenizer and the weights as safetensors."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the reward model."""

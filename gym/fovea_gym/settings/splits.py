@@ -1,4 +1,4 @@
-"""Settings of rows in files, their splits and columns, common to all environments that read them."""
+"""Settings of rows in files, with their splits and columns, shared by all environments that read files."""
 
 from __future__ import annotations
 
@@ -14,58 +14,58 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import CoefficientOrZero, MayChange, Member, RowCount, Seconds, Section
 from fovea_gym.settings.mcp import McpServers
 
-if TYPE_CHECKING:  # settings are read without what they make
+if TYPE_CHECKING:  # reading settings does not import the environments
     from fovea_gym.environments.access import Access
 
 ROWS_FOLDER = "rows"
-"""Folder of a run with the rows that Python code has given."""
+"""Subfolder of a run folder with the rows that were passed from Python code."""
 ANSWER_KEYS = ("answer", "reward_model")
 RUN_DIR = "{run_dir}"
-"""The run folder in the name of a file, for the rows that it holds itself."""
+"""Placeholder of the run folder in file names, for rows stored in the run folder itself."""
 _GIVEN = re.compile(rf".+/({ROWS_FOLDER}/(?:test_|dev_)?rows-[0-9a-f]+\.parquet)")
 
 
 class SessionLimits(Section):
-    """Limits of an environment that replies in an episode, by your own code or from another process."""
+    """Limits of an environment that replies within an episode, by your own code or from another process."""
 
     max_concurrent: MayChange[Annotated[int, Field(ge=1, le=1 << 16)]] = 512
-    """Most episodes with an open session at once; the others wait after their first answer."""
+    """Maximum number of episodes with an open session at once; the others wait after their first answer."""
     deadline_seconds: MayChange[Seconds] = 60.0
-    """Longest open, reply, score or close of a session."""
+    """Time limit of each open, reply, score or close of a session."""
     retries: MayChange[Annotated[int, Field(ge=0, le=1000)]] = 0
-    """Further tries of a failed open, and of a failed reply without state; a session never gets an action twice."""
+    """Retries of a failed open, or of a failed reply that has no state; a session never gets an action twice."""
     on_failure: MayChange[Literal["drop", "reward", "stop"]] = "drop"
-    """Treatment of an episode whose session fails. drop: leave it out of its group; reward: end it with failure_reward;
-    stop: stop the run."""
+    """Action when the session of an episode fails. drop: leave the episode out of its group; reward: end it with
+    failure_reward; stop: stop the run."""
     failure_reward: MayChange[float] = 0.0
     """Reward of an episode whose session fails (on_failure=reward)."""
 
 
 class EnvironmentSettings(Member):
-    """Settings of an environment, which make it."""
+    """Settings of an environment, with a method that makes it."""
 
     session: SessionLimits = Field(default_factory=SessionLimits)
     tools: tuple[str, ...] = ()
     """Tools that the model may call (docs/agents.md): zoom, zoom_at, crop, rotate, draw, measure, calculator, python,
-    or your own as path/to/file.py:function or module:function."""
+    or your own functions as path/to/file.py:function or module:function."""
     mcp: McpServers = Field(default_factory=McpServers)
-    """MCP servers, whose tools the model may call beside these."""
+    """MCP servers, whose tools the model may call as well."""
     max_tool_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 4
-    """Further turns of an episode for calls of these tools."""
+    """Maximum number of additional turns of an episode for tool calls."""
     tool_bonus: CoefficientOrZero = 0.0
-    """Reward added for a right answer (accuracy above 0.5) in an episode in which a call of a tool succeeded."""
+    """Reward added for a right answer (accuracy above 0.5) in an episode with a successful tool call."""
     allow_python: bool = False
-    """Consent to the tool python, which runs programs of the model, each confined to an empty folder."""
+    """Allow the tool python, which runs programs written by the model, each confined to an empty folder."""
     allow_unconfined_python: bool = False
-    """Accept that programs of the model read, change and delete whatever you may, and use the network, where nothing on
-    this machine confines them; only their time and memory are limited then."""
+    """Allow the tool python even if nothing on this machine can confine its programs: they may then read, change and
+    delete everything that you may, and use the network; only their time and memory are limited."""
 
     @abstractmethod
     def make(self, access: Access, seed: int) -> object:
-        """Make an `Environment`, or an object with its methods and `score`; `access` is what the run offers it."""
+        """Make an `Environment`, or an object with its methods and `score`; `access` holds what the run provides."""
 
     def made(self, access: Access, seed: int) -> object:
-        """The environment of `make`; ConfigError where another package's cannot be called so, or returns none."""
+        """The environment that `make` returns; ConfigError if a package's `make` has another signature or result."""
         where = f"{type(self).__module__}.{type(self).__qualname__}.make"
         signature = inspect.signature(self.make)
         try:
@@ -83,38 +83,39 @@ class EnvironmentSettings(Member):
 
 
 class DrawnRows(EnvironmentSettings):
-    """Settings of an environment that draws its rows itself."""
+    """Settings of an environment that generates its rows."""
 
     train_size: RowCount = 24_000
-    """Training rows, drawn when first used."""
+    """Number of training rows, which are generated when first used."""
     dev_size: RowCount = 200
-    """Dev rows, for early stopping of the warm-up and evaluation while training."""
+    """Number of dev rows, for early stopping of the warm-up and for evaluation during training."""
     test_size: RowCount = 500
-    """Held-out rows of the final table."""
+    """Number of held-out rows for the final table."""
 
 
 class SplitFiles(EnvironmentSettings):
-    """Files of the three splits, or the shares of the training rows that serve as dev and test."""
+    """Files of the three splits, or the shares of the training rows to hold out for dev and test."""
 
     train_files: tuple[str, ...]
     """Rows to train on: files (Parquet, JSONL, JSON, CSV; also at s3://, gs://, https://), folders, name@split. A name
-    that begins with {run_dir}/ is in the run folder, as rows that Python code has given are."""
+    that begins with {run_dir}/ is in the run folder, where rows passed from Python code are stored."""
     test_files: tuple[str, ...] | None = None
-    """Rows held out for the test readings; nothing is steered by them."""
+    """Rows for the test evaluations, on which no decision is based."""
     test_share: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Share of the training rows that is held out for test, by image, where test_files is not set; one must be set."""
+    """Share of the training rows to hold out for test, split by image; one of test_share and test_files must be set."""
     dev_files: tuple[str, ...] | None = None
-    """Rows of the dev readings, which steer; default: dev_share of the training rows, which are then not trained on."""
+    """Rows for the dev evaluations, on which decisions may be based; default: dev_share of the training rows, which are
+    then not trained on."""
     dev_share: Annotated[float, Field(ge=0, le=0.5)] = 0.05
-    """Share of the training rows that is held out for dev, by image, where dev_files is not set; 0: no dev rows."""
+    """Share of the training rows to hold out for dev, split by image, if dev_files is not set; 0: no dev rows."""
 
     def contradictions(self) -> Iterator[str]:
         if self.test_files is None and self.test_share == 0:
-            yield (".test_files: must be set, or .test_share=0.1 for a share of the training rows")
+            yield (".test_files: must be set, or .test_share=0.1 to hold out a share of the training rows")
         if self.test_files is not None and self.test_share > 0:
             yield (
-                f".test_share={self.test_share:g} holds training rows out for test, but "
-                ".test_files names others; set either"
+                f".test_share={self.test_share:g} holds out training rows for test, but "
+                ".test_files names other rows; set only one of them"
             )
 
     @property
@@ -124,7 +125,7 @@ class SplitFiles(EnvironmentSettings):
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:
-        """The settings that name columns, each with the column."""
+        """The settings that name columns, each with the name of its column."""
         return []
 
     @property
@@ -137,14 +138,14 @@ class SplitFiles(EnvironmentSettings):
         return self.dev_files is not None or self.dev_share > 0
 
     def inside(self, run_folder: str) -> SplitFiles:
-        """The same settings with the names of files in the run folder completed."""
+        """A copy in which file names contain the path of the run folder in place of its placeholder."""
         own = f"{RUN_DIR}/"
         return self._renamed(lambda file: f"{run_folder}/{file.removeprefix(own)}" if file.startswith(own) else file)
 
     def of_any_run(self) -> SplitFiles:
-        """The same settings with rows that Python code has given in no run folder of a name: to compare those of runs.
+        """A copy without the paths of run folders, so that settings of two runs compare equal.
 
-        The name of such a file holds a checksum of its rows.
+        It changes the names of files with rows passed from Python code, which contain a checksum of their rows.
         """
         return self._renamed(lambda file: f"{RUN_DIR}/{found[1]}" if (found := _GIVEN.fullmatch(file)) else file)
 
@@ -162,13 +163,13 @@ class FileEnvironment(SplitFiles):
     answer_key: str | None = None
     """Column of the true answer; default: answer, reward_model, or the reply that ends the conversation."""
     image_keys: tuple[str, ...] | None = None
-    """Columns of the images, in order; [] for none; default: images or image, where there is one."""
+    """Columns of the images, in order; [] for no images; default: images or image, if there is such a column."""
     image_key: str | None = None
-    """Column of the only image."""
+    """Column of the image, for rows with one image column."""
     kind_key: str | None = None
-    """Column of the question type, for accuracies by type; default: all rows have one type."""
+    """Column of the question type, for accuracies by type; default: all rows have the same type."""
     level_key: str | None = None
-    """Column of a level of difficulty, a text, by which curriculum.level_weights draws rows."""
+    """Column of the level of difficulty, a text; curriculum.level_weights samples rows by it."""
     system_prompt: str | None = None
     """System prompt."""
     prompt_template: str | None = None
@@ -181,7 +182,7 @@ class FileEnvironment(SplitFiles):
 
     @property
     def answer_names(self) -> tuple[str, ...]:
-        """Usual names of the column of the answer, where no setting names it."""
+        """Usual names of the answer column, for use if no setting names it."""
         return ANSWER_KEYS
 
     @property
@@ -204,6 +205,6 @@ class FileEnvironment(SplitFiles):
             )
         if self.prompt_template is not None and self.prompt_template.count("{prompt}") != 1:
             yield (
-                f".prompt_template={self.prompt_template!r} does not hold {{prompt}} once, so that the "
+                f".prompt_template={self.prompt_template!r} does not contain {{prompt}} exactly once, so the "
                 "question has no place in it; write {prompt} where it belongs"
             )

@@ -1,4 +1,4 @@
-"""Types and values of settings as a user reads them."""
+"""Text for users about the types and values of settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def type_text(schema: Mapping[str, Any]) -> str:
-    """A JSON schema's type as a user reads it: `number > 0 and <= 1`."""
+    """A JSON schema's type in words for the user: `number > 0 and <= 1`."""
     kind = schema.get("type")
     if "enum" in schema or "const" in schema:
         return one_of(schema.get("enum") or [schema["const"]])
@@ -30,7 +30,7 @@ def type_text(schema: Mapping[str, Any]) -> str:
         keys = type_text(schema.get("propertyNames", {"type": "string"}))
         return f"mapping of {keys} to {type_text(values if isinstance(values, dict) else {})}"
     limits = [(sign, schema[name]) for name, sign in _SIGNS.items() if name in schema]
-    # large integers without an exponent
+    # write large integers without an exponent
     bounds = [f" {sign} {limit:g}" if isinstance(limit, float) else f" {sign} {limit}" for sign, limit in limits]
     examples = "".join(f" such as {example}" for example in schema.get("examples", ()))
     return _NAMES.get(str(kind), GROUP) + " and".join(bounds) + examples
@@ -46,19 +46,19 @@ def show(value: object) -> str:
 
 
 def hint(key: str, value: object, allowed: str) -> str:
-    """Suggest a value where the given one shows what was meant."""
+    """Suggest a correction if the given value shows what was meant."""
     if allowed.startswith(GROUP):
         defaults = "" if allowed == GROUP else f"{key}={{}} takes the defaults, "
         return f"; {defaults}`fovea config {key}` lists them"
     if allowed.startswith("list") and isinstance(value, str):
         return f"; write [{value}]"
     if isinstance(value, bool) and "text" in allowed:
-        spelled = "yes, no, on and off are read as true and false, as YAML has them; as text write '\"yes\"'"
+        spelled = "YAML reads yes, no, on and off as true and false; to give a text, write '\"yes\"'"
         return f"; {spelled}"
     if allowed.startswith("text") and isinstance(value, int | float):
-        return f"; to give it as text write '\"{show(value)}\"'"
+        return f"; to give it as text, write '\"{show(value)}\"'"
     digits = value.strip("+-").replace(".", "", 1) if isinstance(value, str) else ""
     if digits.isdigit():
         is_octal = digits.startswith("0") and len(digits) > 1 and "." not in str(value)
-        return "; write it without the zeros before it" if is_octal else "; without the quotes it is a number"
+        return "; write it without leading zeros" if is_octal else "; without the quotes it is a number"
     return ""

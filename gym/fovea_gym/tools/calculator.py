@@ -1,4 +1,4 @@
-"""A calculator for the model, with a grammar of numbers and a few functions; no text of the model is evaluated."""
+"""A calculator for the model, with a grammar of numbers and a few functions; the model's text is never eval'ed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fovea_gym.types import ImageRef, ToolSpec
 MAX_CHARACTERS = 200
 MAX_DEPTH = 50
 LARGEST = 1e100
-"""Beyond this a result is refused: so no number takes more memory than another."""
+"""Results beyond this are refused, so that numbers never take much memory."""
 _TOKEN = re.compile(r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)|([A-Za-z]+)|(\*\*|[-+*/%^(),]))")
 _CALLABLE: tuple[Any, ...] = (
     *(sqrt, abs, round, floor, ceil, sin, cos, tan, asin, acos, atan, exp, log, hypot, degrees, radians, min, max),
@@ -24,7 +24,7 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 class Calculator:
-    """Tool that computes an expression."""
+    """Tool that computes the value of an expression."""
 
     spec = ToolSpec(
         name="calculator",
@@ -43,7 +43,7 @@ class Calculator:
 
 
 def computed(expression: str) -> float:
-    """The value of an expression; ToolError for one that has none."""
+    """The value of an expression; ToolError if it has none."""
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters; the limit is {MAX_CHARACTERS}")
     try:
@@ -53,7 +53,7 @@ def computed(expression: str) -> float:
 
 
 class _Reader:
-    """Reads an expression from left to right, by the precedence of its operators."""
+    """Evaluates an expression from left to right, respecting the precedence of operators."""
 
     def __init__(self, expression: str) -> None:
         self._tokens = _tokens(expression)

@@ -1,8 +1,8 @@
-"""Program that takes its own rights away and then runs a program of a model.
+"""Program that drops its own rights and then runs a program written by the model.
 
-A bare interpreter (`python -I -S`) reads its compiled code, its arguments and the model's program from stdin. It
-imports the standard library only, and little of that, since each call of the tool waits for it. The first process
-watches; its child is the model's program.
+A bare interpreter (`python -I -S`) reads the compiled code of this module, its arguments and the model's program from
+stdin. It imports only a small part of the standard library, since each tool call waits for the imports. The first
+process watches; its child runs the model's program.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SYS_SECCOMP, _SYS_PIVOT_ROOT = {"x86_64": (317, 155), "aarch64": (277, 41)}.get(os.uname().machine, (-1, -1))
 _SYS_MOUNT_SETATTR, _SYS_CREATE_RULESET, _SYS_ADD_RULE, _SYS_RESTRICT_SELF = 442, 444, 445, 446
-_SIGKILL = 9  # the module signal takes as long to import as the interpreter to start
+_SIGKILL = 9  # importing the module signal takes as long as starting the interpreter
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 1, 8, 38
 _CAP_DAC_READ_SEARCH = 1 << 2
 _NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
-"""Mounts, host name, IPC, users, processes, network."""
+"""Flags of unshare for new namespaces of mounts, host name, IPC, users, processes and network."""
 _NOSUID, _NODEV, _BIND, _REC, _PRIVATE, _DETACH = 2, 4, 4096, 16384, 1 << 18, 2
 _NOTIF_RECV, _NOTIF_SEND, _NOTIF_BYTES = 0xC0502100, 0xC0182101, 80
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
@@ -38,7 +38,7 @@ _MAKE_DEVICES_AND_SOCKETS = 1 << 6 | 1 << 9 | 1 << 11
 
 
 def _call(name: str, *arguments: object) -> int:
-    """Call a function of libc; OSError where it fails."""
+    """Call a function of libc; OSError if it fails."""
     numbers = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     result: int = getattr(_LIBC, name)(*numbers)
     if result < 0:
@@ -49,7 +49,7 @@ def _call(name: str, *arguments: object) -> int:
 
 
 def enter_namespaces(visible: Sequence[str], hidden: Sequence[str], folder: str) -> None:
-    """Move to namespaces with a new root that has `visible` paths, read-only, and the empty folder."""
+    """Move to new namespaces, whose root holds only the `visible` paths, read-only, and the empty folder."""
     uid, gid = os.getuid(), os.getgid()
     _call("unshare", _NEW_NAMESPACES)
     for name, text in {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}.items():
@@ -73,7 +73,7 @@ def enter_namespaces(visible: Sequence[str], hidden: Sequence[str], folder: str)
     os.rmdir("/old")
     os.mkdir(folder)
     read_only = struct.pack("=QQQQ", 1 | _NOSUID | _NODEV, 0, 0, 0)
-    _call("syscall", _SYS_MOUNT_SETATTR, -1, b"/", 0x8000, read_only, len(read_only))  # with all mounts below
+    _call("syscall", _SYS_MOUNT_SETATTR, -1, b"/", 0x8000, read_only, len(read_only))  # 0x8000: all mounts below, too
     _mount_empty(folder)
 
 
@@ -82,7 +82,7 @@ def _mount_empty(path: str) -> None:
 
 
 def restrict_files(readable: Sequence[str], listed: Sequence[str], folder: str) -> None:
-    """Use Landlock: this process opens only `readable` paths, `listed` folders for their names, and the folder."""
+    """Restrict this process with Landlock: it may read `readable` paths, list `listed` folders, and use the folder."""
     version = _call("syscall", _SYS_CREATE_RULESET, None, 0, 1)
     handled = (1 << 13) - 1
     for right, since in {13: 2, 14: 3, 15: 5}.items():  # move between folders, truncate, control devices
@@ -104,7 +104,7 @@ def restrict_files(readable: Sequence[str], listed: Sequence[str], folder: str) 
 
 
 def _become(uid: int, *, reads_closed_folders: bool) -> None:
-    """Become an unused user, who may still look into folders of root where Python's installation is in one."""
+    """Become an unused user, who may still enter closed folders if Python's installation is in one."""
     _call("prctl", _PR_SET_KEEPCAPS, 1, 0, 0, 0)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
@@ -118,16 +118,16 @@ def _keep_capabilities(kept: int) -> None:
 
 
 def _filter_calls(program: bytes, flags: int = 0) -> int:
-    """Install a seccomp filter of this and later processes; with flag 8, a descriptor that receives its requests."""
+    """Install a seccomp filter for this process and its children; with flag 8, return its notification descriptor."""
     instructions = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
     return _call("syscall", _SYS_SECCOMP, 1, flags, head)
 
 
 def watch(child: int, listener: int, folder: str, most_files: int, seconds: float) -> int:
-    """Allow the child to create so many files, end it after so many seconds; its exit code.
+    """Let the child create up to `most_files` files, kill it after `seconds`, and return its exit code.
 
-    The child waits in its call meanwhile and has one thread, so what is counted does not change.
+    The child has one thread and waits in its system call during the count, so the count cannot change.
     """
     ended = os.pidfd_open(child)
     poll = select.poll()
@@ -136,7 +136,7 @@ def watch(child: int, listener: int, folder: str, most_files: int, seconds: floa
     deadline, files = time.monotonic() + seconds, 0
     while True:
         ready = [descriptor for descriptor, _ in poll.poll(max(deadline - time.monotonic(), 0) * 1000)]
-        if not ready:  # the tool ends it before that, unless the trainer has died
+        if not ready:  # the tool kills the child earlier, unless the trainer has died
             os.kill(child, _SIGKILL)
             deadline += 1
         if ended in ready:
@@ -148,14 +148,14 @@ def watch(child: int, listener: int, folder: str, most_files: int, seconds: floa
                 files = files if files < most_files else _count_files(folder, most_files)
                 error = -errno.EDQUOT if files >= most_files else 0
                 fcntl.ioctl(listener, _NOTIF_SEND, struct.pack("=8sqiI", request[:8], 0, error, error == 0))
-            except OSError:  # it was killed while it waited
+            except OSError:  # the child was killed while it waited
                 continue
             files += 1
     return exit_code(os.waitpid(child, 0)[1])
 
 
 def exit_code(status: int) -> int:
-    """Exit code of a child; the signal that killed it is printed after its output."""
+    """The exit code of a child; if a signal killed it, a line after its output says so."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         print(f"\nit was killed by signal {-code}", flush=True)
@@ -163,7 +163,7 @@ def exit_code(status: int) -> int:
 
 
 def _count_files(folder: str, most_files: int) -> int:
-    """Files and folders inside; a folder that cannot be read counts as full."""
+    """Number of files and folders in a folder; one that cannot be read counts as full."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -175,7 +175,7 @@ def _count_files(folder: str, most_files: int) -> int:
 
 
 def main() -> None:
-    """Confine and run the program on stdin; end with its exit code."""
+    """Confine and run the program from stdin; exit with its exit code."""
     given: Mapping[str, Any] = marshal.load(sys.stdin.buffer)
     way, folder, visible = given["way"], given["folder"], given["visible"]
     _call("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
@@ -184,7 +184,7 @@ def main() -> None:
     if way == "user":
         os.chown(folder, given["uid"], given["uid"])
     os.chdir(folder)
-    os.environ.clear()  # bubblewrap adds to it
+    os.environ.clear()  # bubblewrap sets variables
     if way == "unconfined":
         if child := os.fork():
             os._exit(exit_code(os.waitpid(child, 0)[1]))
@@ -199,7 +199,7 @@ def main() -> None:
         _become(given["uid"], reads_closed_folders=given["reads_closed_folders"])
     elif way != "unconfined":
         _keep_capabilities(0)
-    _call("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)  # not inherited, and forgotten with the change of the user
+    _call("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)  # again: it is not inherited, and changing the user clears it
     for kind, limit in given["limits"].items():
         resource.setrlimit(kind, (limit, limit))
     if way != "unconfined":

@@ -1,18 +1,18 @@
-"""Ways to confine a program of a model on this machine, and the trial that a way has to pass before it is used.
+"""Ways to confine a program written by the model, and the trial that a way has to pass on this machine before use.
 
-The program is taken for an attacker's: reinforcement learning finds whatever raises the reward, such as the gold
-answers of the test file, and what a page or a tool says may steer the model. It gets
+The program is treated as an attacker's: reinforcement learning finds whatever raises the reward, such as the gold
+answers of the test file, and the text of a page or a tool may steer the model. The program gets
 
 * one empty folder, the only place where it may write: MAX_FILES files and folders, MAX_FILE_MIB each;
-* Python's own installation, all else that it may read: standard library, interpreter, shared libraries; neither
-  packages nor the user's files, environment variables or /proc;
-* one process with one thread, so that its limit of memory is the limit of all that it starts, also as root;
-* no network, no sockets (with a path: docker.sock, ssh-agent, Ray's), no signals, nothing that outlives it.
+* read access to Python's own installation (standard library, interpreter, shared libraries) and nothing else: no
+  packages, no files or environment variables of the user, no /proc;
+* one process with one thread, so that its memory limit covers everything it starts, also as root;
+* no network, no sockets (including Unix sockets: docker.sock, ssh-agent, Ray's), no signals, nothing that outlives it.
 
-A filter of system calls (seccomp) holds processes, sockets, signals and the number of files in each way. The ways
-differ in what holds the files: `bubblewrap` and `namespaces` give a new root with nothing else in it, and `user`, for
-containers whose root may not make namespaces, an unused user and Landlock. Not held: bugs of the kernel, time that
-computations leak, and, by `user`, whether a path exists.
+In each way a filter of system calls (seccomp) blocks processes, sockets and signals and limits the number of files. The
+ways differ in how they protect files: `bubblewrap` and `namespaces` use a new root with nothing else in it; `user`, for
+containers whose root may not create namespaces, uses an unused user and Landlock. There is no protection against bugs
+of the kernel, timing side channels and, with `user`, tests of whether a path exists.
 """
 
 from __future__ import annotations
@@ -52,47 +52,47 @@ LIMITS = {
     resource.RLIMIT_CORE: 0,
 }
 FOLDER = "/program"
-"""The folder of a program under a root made for it."""
+"""The program's folder under a new root."""
 Way = Literal["bubblewrap", "namespaces", "user", "unconfined"]
 WAYS: tuple[Way, ...] = ("bubblewrap", "namespaces", "user")
-"""The ways that confine, in the order in which they are tried."""
+"""The ways to confine a program, in the order in which they are tried."""
 
 _CREATING = "open 2 - openat 257 56 creat 85 - mkdir 83 - mkdirat 258 34 mknod 133 - mknodat 259 33 symlink 88 - " + (
     "symlinkat 266 36 link 86 - linkat 265 37"
 )
-"""System calls that make a file, each with its number on x86-64 and on ARM, as below; `-`: it has none."""
+"""System calls that create a file, each with its number on x86-64 and on ARM; `-` stands for no number."""
 _REFUSED = (
     # processes and threads, other programs, leaving the group that is killed at the end
     "fork 57 - vfork 58 - clone 56 220 execve 59 221 execveat 322 281 setsid 112 157 setpgid 109 154 unshare 272 97 "
     "setns 308 268 "
-    # signals to others, and their memory, priority and descriptors
+    # signals to other processes, and access to their memory, priority and descriptors
     "kill 62 129 tkill 200 130 tgkill 234 131 rt_sigqueueinfo 129 138 rt_tgsigqueueinfo 297 240 ptrace 101 117 "
     "pidfd_send_signal 424 424 pidfd_open 434 434 pidfd_getfd 438 438 process_vm_readv 310 270 process_madvise 440 440 "
     "process_vm_writev 311 271 process_mrelease 448 448 kcmp 312 272 migrate_pages 256 238 move_pages 279 239 "
     "perf_event_open 298 241 setpriority 141 140 ioprio_set 251 30 sched_setparam 142 118 sched_setscheduler 144 119 "
     "sched_setattr 314 274 sched_setaffinity 203 122 "
-    # sockets; the pair of streams that asyncio makes for itself is allowed
+    # sockets; the stream socket pair that asyncio creates is allowed
     "socket 41 198 connect 42 203 bind 49 200 listen 50 201 accept 43 202 accept4 288 242 "
-    # other doors of the kernel
+    # other interfaces of the kernel
     "io_uring_setup 425 425 io_uring_enter 426 426 io_uring_register 427 427 bpf 321 280 userfaultfd 323 282 "
     "keyctl 250 219 add_key 248 217 request_key 249 218 seccomp 317 277 memfd_secret 447 447 fanotify_init 300 262 "
     "inotify_init 253 - inotify_init1 294 26 name_to_handle_at 303 264 open_by_handle_at 304 265 personality 135 92 "
-    # memory that no process has to hold: it would count nowhere, and stay
+    # memory that belongs to no process: it would not be counted, and would outlive the program
     "shmget 29 194 shmat 30 196 msgget 68 186 semget 64 190 mq_open 240 180 "
     # file systems and the machine
     "mount 165 40 umount2 166 39 pivot_root 155 41 chroot 161 51 open_tree 428 428 move_mount 429 429 fsopen 430 430 "
     "fsmount 432 432 fspick 433 433 mount_setattr 442 442 quotactl 179 60 quotactl_fd 443 443 syslog 103 116 "
-    # changes of files by path, without opening them, which Landlock does not see
+    # changes of files by path, which Landlock does not check
     "truncate 76 45 setxattr 188 5 lsetxattr 189 6 fsetxattr 190 7 removexattr 197 14 lremovexattr 198 15 "
-    # in part
+    # refused only for some arguments, see _filters
     "prlimit64 302 261 socketpair 53 199"
 )
 _TIMES = " utime 132 - utimes 235 - futimesat 261 - utimensat 280 88"
-"""Of files that everybody may write; under a root made for the program there are none."""
+"""Calls that change the times of files that everybody may write; a new root has no such files."""
 _UNKNOWN = "clone3 435 435 openat2 437 437"
-"""Calls that keep their flags in memory, where a filter cannot read them; libc falls back to the older ones."""
+"""Calls with flags in memory, where a filter cannot read them; libc falls back to the older calls."""
 _NEWEST = 451
-"""Calls that Linux has added since are refused as unknown."""
+"""Highest known number; calls that Linux has added since are refused as unknown."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _ALLOW, _ASK, _FAIL, _KILL = 0x7FFF0000, 0x7FC00000, 0x00050000, 0x80000000
 _EPERM, _ENOSYS = 1, 38
@@ -101,20 +101,20 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installation:
-    """An interpreter, and what it needs."""
+    """An interpreter with the paths that it needs."""
 
     python: str
     visible: tuple[str, ...]
-    """Its paths."""
+    """Paths of the interpreter, its standard library and shared libraries."""
     hidden: tuple[str, ...]
-    """Folders of packages inside these."""
+    """Folders of installed packages inside the visible paths."""
     confined: bytes
-    """Code of the module `confined`, compiled by this interpreter, which takes it 10 ms."""
+    """Code of the module `confined`, compiled in advance by this interpreter, which takes 10 ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """A way that this machine offers."""
+    """A way of confinement that works on this machine."""
 
     way: Way
     installation: Installation
@@ -122,11 +122,11 @@ class Confinement:
 
     @property
     def needs_folder(self) -> bool:
-        """True where the program's folder is made and removed by the caller, on the disk."""
+        """True if the caller has to create and remove the program's folder on disk."""
         return self.way in ("user", "unconfined")
 
     def launch(self, program: str, folder: str = FOLDER) -> tuple[list[str], bytes]:
-        """Command that runs a program in this folder, and the bytes that it reads from stdin."""
+        """The command that runs a program in this folder, and the bytes for its stdin."""
         here, uid = self.installation, self.uid
         arguments: dict[str, object] = {"way": self.way, "folder": folder, "limits": LIMITS, "visible": here.visible}
         if self.way != "unconfined":
@@ -159,20 +159,20 @@ class Confinement:
 
 @functools.cache
 def _filters(way: Way) -> dict[str, bytes]:
-    """Filters of system calls as the kernel takes them; ConfigError for a processor whose calls are not listed here."""
+    """Filters of system calls in the kernel's format; ConfigError for a processor whose calls are not listed here."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
-        raise ConfigError(f"its system calls on {machine} are not known here")
+        raise ConfigError(f"the numbers of system calls on {machine} are unknown")
     column, architecture = _ARCHITECTURES[machine]
     number, allow, ask = _do(_LOAD, 0), _do(_RETURN, _ALLOW), _do(_RETURN, _ASK)
     refuse, unknown = (_do(_RETURN, _FAIL | error) for error in (_EPERM, _ENOSYS))
     conditions = {
-        # the flags have O_CREAT or O_TMPFILE
+        # counted if the flags contain O_CREAT or O_TMPFILE
         "open": _argument(1) + _do(_ANY_BIT, 0o20000100, 0, 1),
         "openat": _argument(2) + _do(_ANY_BIT, 0o20000100, 0, 1),
-        # of another process than itself
+        # refused for another process than itself
         "prlimit64": _argument(0) + _do(_EQUAL, 0, 1),
-        # not a stream: a pair of datagram sockets sends to any path
+        # refused unless it is a stream: datagram sockets can send to any path
         "socketpair": _argument(1) + _do(_AND, 0xF) + _do(_EQUAL, socket.SOCK_STREAM, 1),
     }
 
@@ -192,7 +192,7 @@ def _filters(way: Way) -> dict[str, bytes]:
 
 
 def _do(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """One instruction of a filter, with the instructions to skip if it holds and if not."""
+    """One instruction of a filter, with the numbers of instructions to skip if its condition holds and if not."""
     return struct.pack("=HBBI", code, then, otherwise, value)
 
 
@@ -201,7 +201,7 @@ def _argument(index: int) -> bytes:
 
 
 def _without(paths: Iterable[str], hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Paths that together are these without the hidden ones, and the folders that were split for that."""
+    """Paths that together cover the given ones without the hidden ones, and the folders that had to be split."""
     whole, split = list[str](), list[str]()
     waiting = list(dict.fromkeys(os.path.realpath(path) for path in paths))
     while waiting:
@@ -230,7 +230,7 @@ with open("/proc/self/maps") as file:
 code = marshal.dumps(compile(sys.stdin.read(), "confined", "exec")).hex()
 print(json.dumps([code, *sys.path, *(os.path.dirname(path) for path in libraries)]))
 """
-"""Prints code from stdin, compiled, the paths of the standard library, and the folders of libraries that it needs."""
+"""Compiles the code from stdin, and prints it with the paths of the standard library and of the shared libraries."""
 
 
 @functools.cache
@@ -250,12 +250,12 @@ def _installation(python: str) -> Installation:
 
 
 def base_python() -> str:
-    """The interpreter behind the virtual environment."""
+    """The base interpreter of the virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def _unused_uid() -> int:
-    """A user id without a name and processes, in the range that systemd has for such users."""
+    """A user id without a name or processes, from systemd's range for dynamic users."""
     running = set[int]()
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError):
@@ -292,13 +292,13 @@ attempt("write a file longer than its limit", lambda: write("long", "x" * {long}
 attempt("make more files than its limit", lambda: [write(str(number)) for number in range({files})])
 print("done")
 """
-"""Prints the attacks that succeeded."""
+"""A program that tries attacks and prints those that succeeded."""
 
 
 def _trial(confinement: Confinement) -> str | None:
-    """Why a way does not hold on this machine, by attacks on a victim made for them; None: it holds."""
+    """Why a way does not confine programs on this machine, found by attacks on test files; None if it does."""
     with tempfile.TemporaryDirectory(prefix="fovea-trial-", ignore_cleanup_errors=True) as around:
-        os.chmod(around, 0o777)  # what confines is the way, not the modes of these files
+        os.chmod(around, 0o777)  # open modes, so that only the confinement can protect these files
         victim, secret, path, folder = (f"{around}/{name}" for name in ("victim", "secret", "socket", "folder"))
         for file in (victim, secret):
             Path(file).write_text("secret")
@@ -344,7 +344,7 @@ def _trial(confinement: Confinement) -> str | None:
 def confinement_here(
     ways: tuple[Way, ...] = WAYS, *, python: str | None = None, allow_unconfined: bool = False, section: str = ""
 ) -> Confinement:
-    """The first of the ways whose trial holds on this machine, tried once per process; ConfigError if none holds."""
+    """The first of the ways that passes its trial on this machine, cached per process; ConfigError if none does."""
     python = python or base_python()
     reasons = []
     for way in ways if sys.platform == "linux" else ():
@@ -362,7 +362,7 @@ def confinement_here(
     if allow_unconfined:
         return Confinement(way="unconfined", installation=_installation(python))
     raise ConfigError(
-        f"{section}tools names python, but nothing here confines the programs of a model "
+        f"{section}tools names python, but nothing on this machine can confine programs of the model "
         f"({'; '.join(reasons) or 'that needs Linux'}); install bubblewrap, allow user namespaces, leave python out, "
         f"or set {section}allow_unconfined_python=true if a program may read, change and delete all that you may"
     )

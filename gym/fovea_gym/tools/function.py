@@ -1,4 +1,4 @@
-"""A Python function as a tool: its JSON schema from signature and docstring."""
+"""A Python function as a tool; its JSON schema comes from its signature and docstring."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from fovea_gym.tools.schema import function_schema
 from fovea_gym.types import ImageRef, ToolSpec
 
 Given: TypeAlias = Literal["one", "all"]
-"""The pictures that a parameter gets: the one that the model chooses, or all of the conversation."""
+"""The pictures that a parameter gets: one that the model chooses, or all pictures of the conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionTool:
-    """A function of the user's as a tool."""
+    """A user function as a tool."""
 
     function: Callable[..., Any]
     spec: ToolSpec
     pictures: Mapping[str, Given]
-    """Parameters that get pictures."""
+    """The parameters that get pictures, and which ones."""
 
     async def call(self, arguments: Mapping[str, object], pictures: Sequence[Picture]) -> Sequence[str | ImageRef]:
         call = partial(self._called, arguments, pictures)
-        # on a thread, since a function may block; an error of any type is handed over, SystemExit too
+        # in a thread, since a function may block; errors of any type are returned, even SystemExit
         result, error = await asyncio.to_thread(result_or_error, call)
         if error is None and inspect.isawaitable(result):
             result = await result
@@ -51,7 +51,7 @@ class FunctionTool:
 
 
 def function_tool(function: object, shown: str) -> FunctionTool:
-    """A function as a tool; ConfigError, which begins with `shown`, for one that cannot be described to the model."""
+    """Make a tool of a function; ConfigError beginning with `shown` if it cannot be described to the model."""
     if not callable(function):
         raise ConfigError(f"{shown} is of type {type(function).__name__}; name a function or a tool")
     name = getattr(function, "__name__", type(function).__name__)
@@ -59,7 +59,7 @@ def function_tool(function: object, shown: str) -> FunctionTool:
         raise ConfigError(f"{shown} has no name ({name}); write it as def NAME(...)")
     if not inspect.getdoc(function):
         raise ConfigError(
-            f"{shown} has no docstring, by which the model learns of it; say in it what it does, "
+            f"{shown} has no docstring, which the model needs as its description; describe there what it does, "
             "and below `Args:` what each argument is"
         )
     hints, parameters = _parameters(function, shown)
@@ -75,7 +75,7 @@ def function_tool(function: object, shown: str) -> FunctionTool:
 
 
 def _parameters(function: Callable[..., Any], shown: str) -> tuple[dict[str, Any], dict[str, inspect.Parameter]]:
-    """Types and parameters of a function, by name; ConfigError for one without a type, or that stands for several."""
+    """Types and parameters of a function, by name; ConfigError for a parameter without a type, or for `*args`."""
     parameters = dict(inspect.signature(function).parameters)
     typed: Any = function if inspect.isroutine(function) else type(function).__call__
     try:
@@ -99,7 +99,7 @@ def _pictures_of(hint: object) -> Given | None:
 def _schema(
     function: Callable[..., Any], hints: Mapping[str, Any], parameters: Sequence[inspect.Parameter], shown: str
 ) -> tuple[str, dict[str, Any]]:
-    """Description and schema of a function without its pictures; ConfigError where it cannot be described."""
+    """Description and schema of a function without its picture parameters; ConfigError if that is impossible."""
     try:
         return function_schema(inspect.getdoc(function) or "", hints, parameters)
     except ValueError as error:

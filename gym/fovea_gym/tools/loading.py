@@ -1,4 +1,4 @@
-"""The tools that the setting `tools` names: built-in ones, and functions in files and modules of the user's."""
+"""Loading of the tools that the setting `tools` names: built-in tools, and functions in files and modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fovea_gym.tools.python import PythonTool
 
 PYTHON = "python"
 BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in PICTURE_TOOLS} | {Calculator.spec.name: Calculator()}
-"""Built-in tools, without Python, which needs a consent."""
+"""The built-in tools except Python, which has to be allowed."""
 
 
 def load_tools(
@@ -29,9 +29,9 @@ def load_tools(
     given: Sequence[object] = (),
     section: str = "",
 ) -> tuple[Tool, ...]:
-    """The named tools, or the `given` objects of these names; ConfigError for a wrong one, or one named twice.
+    """The named tools, or the `given` objects of these names; ConfigError for an invalid or duplicate tool.
 
-    `section` stands before the names of the settings in errors.
+    `section` is the prefix of the settings in errors.
     """
     python = (lambda: PythonTool.checked(allow_unconfined=allow_unconfined, section=section)) if allow_python else None
     objects = given or [_named(name, section, python) for name in names]

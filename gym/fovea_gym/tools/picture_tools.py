@@ -1,4 +1,4 @@
-"""Built-in tools that look closer at a picture, change it or measure on it; coordinates are lists [x, y, ...]."""
+"""Built-in tools that enlarge, change or measure a picture; coordinates are lists [x, y, ...]."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fovea_gym.types import ImageRef, ToolSpec
 
 Result: TypeAlias = Image.Image | str
 Apply: TypeAlias = Callable[[Image.Image, list[float], Mapping[str, Any]], Result]
-"""A function of the picture, the coordinates in its pixels and the other arguments."""
+"""A function of the picture, the coordinates in its pixels, and the other arguments."""
 MIN_SIDE_PX = 2
 COLOURS = ("red", "green", "blue", "yellow", "white", "black")
 
 
 class Coordinates(NamedTuple):
-    """An argument that holds coordinates."""
+    """Name, description and number of values of an argument that holds coordinates."""
 
     name: str
     about: str
@@ -36,13 +36,13 @@ class PictureTool:
 
     name: str
     about: str
-    """Description, without that of the coordinates."""
+    """Description of the tool, without its coordinates."""
     apply: Apply
     coordinates: Coordinates | None = None
     others: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """JSON schemas of the other arguments."""
     required: tuple[str, ...] = ()
-    """Names of those that have no default."""
+    """Names of the other arguments that have no default."""
     frame: Frame = THOUSANDTHS
 
     @property
@@ -56,7 +56,7 @@ class PictureTool:
         return ToolSpec(name=self.name, description=self.about, parameters=parameters)
 
     async def call(self, arguments: Mapping[str, object], pictures: Sequence[Picture]) -> Sequence[str | ImageRef]:
-        # on a thread: decoding and resizing a photo takes tens of milliseconds
+        # in a thread, since decoding and resizing a photo takes tens of milliseconds
         result = await asyncio.to_thread(self._result, arguments, _picture(arguments, pictures))
         return (result if isinstance(result, str) else ImageRef(source=result, where=f"the result of {self.name}"),)
 
@@ -79,7 +79,7 @@ class PictureTool:
         return self.apply(image, places, arguments)
 
     def _in_pixels(self, name: str, values: Any, picture: Picture, image: Image.Image) -> list[float]:
-        """Coordinates in pixels of the picture; ToolError for one outside it, or an odd number of them."""
+        """Coordinates in pixels of the picture; ToolError for an odd number of values, or one outside the picture."""
         if len(values) % 2:
             raise ToolError(f"{name} has {len(values)} numbers; give x and y of every point")
         frame = self.frame.size(picture.seen)
@@ -99,7 +99,7 @@ def _picture(arguments: Mapping[str, object], pictures: Sequence[Picture]) -> Pi
 
 
 def _cut(image: Image.Image, box: Sequence[float]) -> Image.Image:
-    """The part of a picture in a box, in whole pixels; ToolError for a box with hardly an area."""
+    """The part of a picture inside a box, in whole pixels; ToolError for a box that is too small."""
     left, top = math.floor(box[0]), math.floor(box[1])
     right, bottom = math.ceil(box[2]), math.ceil(box[3])
     if min(right - left, bottom - top) < MIN_SIDE_PX:
@@ -111,7 +111,7 @@ def _cut(image: Image.Image, box: Sequence[float]) -> Image.Image:
 
 
 def _enlarged(part: Image.Image, image: Image.Image) -> Image.Image:
-    """A part of a picture with sides as long as the picture's, as far as the shape of the part allows."""
+    """A part of a picture, enlarged to fit the picture's size without changing the part's shape."""
     factor = min(image.width / part.width, image.height / part.height)
     size = (max(1, round(part.width * factor)), max(1, round(part.height * factor)))
     return part.resize(size, Image.Resampling.BICUBIC)
@@ -155,7 +155,7 @@ def _measure(image: Image.Image, places: list[float], _others: Mapping[str, Any]
 
 
 def _angle(one: tuple[float, float], corner: tuple[float, float], other: tuple[float, float]) -> float:
-    """Angle at the corner in degrees, 0 to 180."""
+    """The angle at the corner in degrees, from 0 to 180."""
     arms = [math.atan2(point[1] - corner[1], point[0] - corner[0]) for point in (one, other)]
     turn = abs(math.degrees(arms[0] - arms[1])) % 360
     return min(turn, 360 - turn)

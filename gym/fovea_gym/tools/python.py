@@ -1,4 +1,4 @@
-"""Tool that runs programs of the model, each confined to an empty folder (`confinement` says against what)."""
+"""Tool that runs programs written by the model, each confined to an empty folder as `confinement` describes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_CODE_CHARACTERS = 20_000
 
 
 class PythonTool:
-    """Tool that runs a program and returns the text that it prints."""
+    """Tool that runs a program and returns its output."""
 
     spec = ToolSpec(
         name="python",
@@ -40,7 +40,7 @@ class PythonTool:
     def checked(
         ways: Sequence[Way] = WAYS, *, python: str | None = None, allow_unconfined: bool = False, section: str = ""
     ) -> PythonTool:
-        """The tool, confined by the first of these ways that holds here; ConfigError if none does."""
+        """Make the tool with the first of these ways that works on this machine; ConfigError if none does."""
         return PythonTool(
             confinement_here(tuple(ways), python=python, allow_unconfined=allow_unconfined, section=section)
         )
@@ -59,7 +59,7 @@ class PythonTool:
 
 
 async def _run(command: Sequence[str], stdin: bytes) -> str:
-    # as asyncio.create_subprocess_exec, which keeps its transport to itself
+    # like asyncio.create_subprocess_exec, which does not expose its transport
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.subprocess_exec(
         lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=2**16, loop=loop),
@@ -81,7 +81,7 @@ async def _run(command: Sequence[str], stdin: bytes) -> str:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        transport.close()  # its pipes too, which an unconfined program can leave to another process
+        transport.close()  # and its pipes, which an unconfined program can leave open in another process
         await process.wait()
     if not is_whole:
         return f"{output}... (the program was ended: it printed more than {MAX_OUTPUT_BYTES} bytes)"
@@ -91,7 +91,7 @@ async def _run(command: Sequence[str], stdin: bytes) -> str:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder of any depth and size as far as possible: folders inside move to its top, so no path grows."""
+    """Remove a folder of any depth, as far as possible; moves nested folders to its top, so that paths stay short."""
     waiting = [folder]
     names = (f"{folder}/{secrets.token_hex(8)}-{number}" for number in itertools.count())
     while waiting:
@@ -112,7 +112,7 @@ def remove(folder: str) -> None:
 
 
 async def _exchanged(process: asyncio.subprocess.Process, stdin: bytes) -> tuple[str, bool]:
-    """Send the program, and read its output; False where that is longer than the limit."""
+    """Send the program and read its output; returns False if the output exceeds the limit."""
     assert process.stdin is not None, "a pipe"
     assert process.stdout is not None, "a pipe"
     process.stdin.write(stdin)

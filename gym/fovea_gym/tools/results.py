@@ -1,4 +1,4 @@
-"""Calls of tools: arguments that fit the schema, and results as parts of a message, within limits."""
+"""Checks of tool calls: arguments must fit the schema, and results must fit in a message within limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fovea_gym.tools.base import BadResultError, ToolError
 from fovea_gym.types import ImageRef, ToolSpec
 
 MAX_CHARACTERS = 8_000
-"""Characters of a result; what is longer is cut, with a note."""
+"""Maximum characters of a result; a longer result is cut, with a note."""
 MAX_PICTURES = 8
 MAX_MEGAPIXELS = 16.0
 KINDS = "a text, a number, a dict, a picture (Pillow, uint8 values of numpy, ImageRef) or a list of these"
@@ -25,23 +25,23 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     **{"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,)},
     **{"array": (list,), "object": (dict,), "null": (type(None),)},
 }
-"""Types of Python by their names in JSON schema."""
+"""Python types by their names in JSON schema."""
 _SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultLimits:
-    """The checks of pictures that tools return."""
+    """Settings for the checks of pictures that tools return."""
 
     open_image: OpenImage
     image_root: str | None = None
-    """Folder in which paths of pictures have to be; None: a tool returns no paths."""
+    """Folder that must contain pictures returned as paths; None: tools may not return paths."""
     section: str = ""
-    """The words before `image_root` in errors: `data.` where a recipe has it."""
+    """Prefix of `image_root` in errors: `data.` if a recipe sets it."""
 
 
 def as_parts(result: object, tool: str) -> list[str | ImageRef]:
-    """The texts and pictures of a result; BadResultError for an object of another kind."""
+    """The texts and pictures of a result; BadResultError for an unsupported object."""
     match result:
         case str() | ImageRef():
             return [result]
@@ -56,7 +56,7 @@ def as_parts(result: object, tool: str) -> list[str | ImageRef]:
 
 
 def checked_parts(parts: Sequence[str | ImageRef], tool: str, limits: ResultLimits) -> list[str | ImageRef]:
-    """The parts with pictures decoded and texts cut; BadResultError for a picture that cannot be shown."""
+    """The parts with decoded pictures and texts cut to the limit; BadResultError for a picture that cannot be shown."""
     pictures = sum(isinstance(part, ImageRef) for part in parts)
     if pictures > MAX_PICTURES:
         raise BadResultError(f"{tool} returned {pictures} pictures; the limit is {MAX_PICTURES}")
@@ -71,13 +71,13 @@ def checked_parts(parts: Sequence[str | ImageRef], tool: str, limits: ResultLimi
 
 
 def _opened(ref: ImageRef, tool: str, limits: ResultLimits) -> ImageRef:
-    """A picture in memory, so that no later step can fail to open it."""
+    """The picture decoded in memory, so that no later step can fail to open it."""
     _check_place(ref.source, tool, limits)
     _check_size(ref.source, tool)
     try:
         image = limits.open_image(ref)
     except BadRowError as error:
-        # its fix is for rows
+        # leave out the error's fix, which is about rows
         raise BadResultError(f"{tool} returned a picture that cannot be shown: {error.problem}") from error
     _check_size(image, tool)
     return ImageRef(source=image, where=ref.where)
@@ -109,7 +109,7 @@ def _check_size(source: object, tool: str) -> None:
 
 
 def _is_plain(values: Sequence[object]) -> bool:
-    """True for numbers, and lists of them, which are written as one text."""
+    """True for a list of numbers, or of lists of numbers, which is written as one text."""
     return all(
         isinstance(each, int | float | np.number) or (isinstance(each, list | tuple) and _is_plain(each))
         for each in values
@@ -134,7 +134,7 @@ def _plain(value: object) -> object:
 
 
 def check_arguments(arguments: Mapping[str, object], tool: ToolSpec) -> dict[str, object]:
-    """The arguments, whole floats as integers where wanted; ToolError for one against a keyword that is known here."""
+    """The arguments, with whole floats as integers if the schema wants these; ToolError for one that does not fit."""
     properties: Any = tool.parameters.get("properties", {})
     required: Any = tool.parameters.get("required", ())
     known = ", ".join(properties) or "none"
@@ -174,7 +174,7 @@ def _checked_items(values: list[Any], schema: Mapping[str, Any], name: str) -> l
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema allows; empty: any."""
+    """The types that a schema allows; empty if it allows any type."""
     if "anyOf" in schema or "$ref" in schema:
         return set()
     listed = schema.get("type", ())
@@ -183,7 +183,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _is_of(value: object, kind: str) -> bool:
-    # True is an int in Python, and no number in JSON
+    # True is an int in Python, but not a number in JSON
     return isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
 
 

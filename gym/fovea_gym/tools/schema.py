@@ -1,6 +1,6 @@
 """JSON schema of a function's arguments, from its type hints and its docstring.
 
-It equals that of transformers' `get_json_schema`, for whose form chat templates are written.
+The schema equals the one of transformers' `get_json_schema`, which chat templates expect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 SECTIONS = ("Args:", "Returns:", "Raises:")
-"""Sections of a docstring in Google's format; the description stands before the first."""
+"""Sections of a docstring in Google's format; the description is the text before the first section."""
 SCALARS: Mapping[type, str] = {int: "integer", float: "number", str: "string", bool: "boolean", NoneType: "null"}
 PLAIN: Mapping[object, Mapping[str, str]] = {
     **{kind: {"type": name} for kind, name in SCALARS.items()},
@@ -28,7 +28,7 @@ _CHOICES = re.compile(r"\(choices:([^()]*)\)$", re.IGNORECASE)
 def function_schema(
     doc: str, hints: Mapping[str, Any], parameters: Sequence[inspect.Parameter]
 ) -> tuple[str, dict[str, Any]]:
-    """Description of a function, and the schema of these parameters; ValueError says what cannot be described."""
+    """Description of a function and the schema of these parameters; ValueError naming what cannot be described."""
     description, described = _sections(doc)
     properties: dict[str, Any] = {}
     for parameter in parameters:
@@ -45,7 +45,7 @@ def function_schema(
 
 
 def schema_of(hint: Any) -> dict[str, Any]:
-    """JSON schema of a type; ValueError for one without."""
+    """JSON schema of a type; ValueError for a type that has none."""
     origin, arguments = get_origin(hint), get_args(hint)
     if inspect.isclass(hint) and issubclass(hint, Enum):
         return _enumerated([member.value for member in hint], hint)
@@ -64,7 +64,7 @@ def schema_of(hint: Any) -> dict[str, Any]:
 
 
 def _union(arguments: Sequence[Any]) -> dict[str, Any]:
-    """One of several types: their names where they are plain; transformers writes None as `nullable`."""
+    """Schema of a union: a list of names if all types are plain; None becomes `nullable`, as in transformers."""
     schemas = [schema_of(each) for each in arguments if each is not NoneType]
     names = sorted({each["type"] for each in schemas if each.keys() == {"type"}})
     if len(schemas) == 1:
@@ -84,7 +84,7 @@ def _enumerated(values: Sequence[Any], hint: object) -> dict[str, Any]:
 
 
 def _sections(doc: str) -> tuple[str, dict[str, str]]:
-    """Description of a docstring, and the texts of its arguments by name."""
+    """The description in a docstring, and the texts of its arguments by name."""
     sections: dict[str, list[str]] = {"": []}
     title = ""
     for line in doc.strip().splitlines():
@@ -97,7 +97,7 @@ def _sections(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _arguments(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Names and texts of arguments; a text goes on over lines that are indented deeper, or have no name."""
+    """Names and texts of arguments; a text continues over lines that are indented deeper, or have no name."""
     name, indent, words = "", 0, list[str]()
     for line in filter(str.strip, lines):
         found = _ARGUMENT.fullmatch(line)

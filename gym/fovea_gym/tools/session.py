@@ -1,4 +1,4 @@
-"""Episodes with tools: calls in a turn are answered by their results, and other turns by the environment."""
+"""Episodes with tools: a turn with calls is answered with their results, other turns by the environment."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from fovea_gym.tools.results import ResultLimits, check_arguments, checked_parts
 from fovea_gym.types import ImageRef, Message, Score, Task, ToolCall, Turn
 
 MAX_CALLS = 8
-"""Calls of a turn that are made; further ones are answered by an error."""
+"""Maximum calls made in one turn; further calls are answered with an error."""
 MAX_ERROR_CHARACTERS = 300
 MAX_KEPT_CHARACTERS = 200
-"""Of the text that a call prints."""
+"""Maximum characters kept of the text that a call prints."""
 _CALL: ContextVar[io.StringIO | None] = ContextVar("call", default=None)
 DEMONSTRATED = JsonCalls()
-"""The format in which demonstrations have calls, whatever the model's is (`demonstrated_call`)."""
+"""The format of calls in demonstrations, independent of the model's format (`demonstrated_call`)."""
 
 
 def demonstrated_call(name: str, arguments: Mapping[str, object], text: str = "") -> str:
-    """An answer of a demonstration that calls a tool, in thousandths; Fovea rewrites it in the form of the model."""
+    """A demonstration's answer that calls a tool, with coordinates in thousandths; Fovea rewrites it for the model."""
     return DEMONSTRATED.written(text, [ToolCall(name=name, arguments=arguments)])
 
 
 class _Router(io.TextIOBase):
-    """Standard output that gives a call's text to the call, and any other to the stream below."""
+    """Standard output that captures the text printed by tool calls, and passes other text to the stream below."""
 
     def __init__(self, below: TextIO) -> None:
         self.below = below
@@ -59,7 +59,7 @@ class _Router(io.TextIOBase):
 
 
 class PrintedText:
-    """Keeps what calls print from the console; calls may overlap, in tasks of one loop and in threads they start."""
+    """Keeps text that calls print off the console; calls may overlap, in tasks of one loop and in their threads."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -67,7 +67,7 @@ class PrintedText:
 
     @contextmanager
     def of_call(self) -> Iterator[io.StringIO]:
-        """The beginning of what is printed within the block, also by `asyncio.to_thread`."""
+        """Capture the beginning of the text printed within the block, including in `asyncio.to_thread`."""
         kept = io.StringIO()
         token = _CALL.set(kept)
         self._count(1)
@@ -78,7 +78,7 @@ class PrintedText:
             _CALL.reset(token)
 
     def _count(self, change: int) -> None:
-        """Route standard output while any call runs."""
+        """Count running calls, and redirect standard output while there are any."""
         with self._lock:
             if self._num_calls == 0:
                 sys.stdout = _Router(sys.stdout)
@@ -89,24 +89,24 @@ class PrintedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The way in which a run's model calls tools and is answered."""
+    """The tool-calling setup of a run: the format of calls, coordinates, limits and warnings."""
 
     format: CallFormat
     frame: Frame
     limits: ResultLimits
     check_picture: Callable[[ImageRef], object]
-    """Raises BadRowError for a picture of a shape that the model's image processor refuses."""
+    """A function that raises BadRowError for a picture whose shape the model's image processor refuses."""
     warn: Callable[[str], None]
-    """Gets one line about each tool that fails, the first time."""
+    """A function that is called with one line when a tool fails for the first time."""
     shows_pictures: bool = True
-    """False if the model's chat template leaves out pictures that tools return."""
+    """False if the model's chat template drops pictures that tools return."""
     printed: PrintedText = field(default_factory=PrintedText)
     warned: set[str] = field(default_factory=set)
-    """Names of the tools that `warn` has got a line about."""
+    """Names of the tools for which `warn` has been called."""
 
 
 class WithTools(Environment):
-    """An environment whose model may call tools: its own for a task, then the further ones of the settings."""
+    """An environment whose model may call tools: the environment's tools for a task, then those of the settings."""
 
     def __init__(
         self, environment: Environment, use: ToolUse, tools: Sequence[Tool] = (), *, max_turns: int | None = None
@@ -130,7 +130,7 @@ class WithTools(Environment):
         return self._with_further(self._environment.tools(task))
 
     def demonstration(self, task: Task) -> Sequence[str]:
-        """The environment's, with calls in the format of the model, and their coordinates in its frame."""
+        """The environment's demonstration, with calls and coordinates converted to the model's format and frame."""
         pictures = _pictures_of(task, self.prompt(task), (), self._use.limits)
         tools = {tool.spec.name: tool for tool in self.tools(task)}
         return [self._rewritten(text, tools, pictures) for text in self._environment.demonstration(task)]
@@ -158,7 +158,7 @@ class WithTools(Environment):
 def _pictures_of(task: Task, asked: Sequence[Message], later: Sequence[Message], limits: ResultLimits) -> list[Picture]:
     """The pictures of an episode: those of the task, as its prompt `asked` shows them, then those of later messages."""
     shown = _images_in(asked)
-    # a prompt may show a reduced copy: tools work on the original, where it is plain which one that is
+    # a prompt may show reduced copies: tools work on the originals if these match the copies one to one
     refs = task.images if len(task.images) == len(shown) else shown
     pairs = [*zip(refs, shown, strict=True), *((ref, ref) for ref in _images_in(later))]
     return [Picture(ref=ref, open_image=limits.open_image, shown=seen) for ref, seen in pairs]
@@ -169,7 +169,7 @@ def _images_in(messages: Sequence[Message]) -> list[ImageRef]:
 
 
 class ToolSession(Session):
-    """Session that answers turns with calls by their results; the environment's session answers the others."""
+    """Session that answers turns with calls by the results; the environment's session answers other turns."""
 
     def __init__(self, inner: Session, task: Task, tools: Sequence[Tool], use: ToolUse) -> None:
         self._inner = inner
@@ -191,7 +191,7 @@ class ToolSession(Session):
         await self._inner.close()
 
     async def _results(self, turns: Sequence[Turn]) -> list[Message]:
-        """A message for each call of the last turn, in order; none: it calls nothing."""
+        """A message for each call of the last turn, in order; empty if the turn has no calls."""
         found = self._use.format.parse(turns[-1].text, [tool.spec for tool in self._tools.values()])
         if not found:
             return []
@@ -213,7 +213,7 @@ class ToolSession(Session):
             return failed(call.name, str(error))
         except ToolError as error:
             return failed(call.name, str(error))
-        except Exception as error:  # the code of a tool; the model reads of its failure, and metrics count it
+        except Exception as error:  # raised by the tool's code; the model reads the error, and metrics count it
             self._warn(call.name, describe_error(error))
             return failed(call.name, first_line(error))
         return Message(role="tool", tool=call.name, parts=tuple(parts))
@@ -235,10 +235,10 @@ class ToolSession(Session):
     def _warn(self, tool: str, problem: str) -> None:
         if tool not in self._use.warned:
             self._use.warned.add(tool)
-            self._use.warn(f"tool {tool} {problem} (said once)")
+            self._use.warn(f"tool {tool} {problem} (reported once)")
 
 
 def failed(tool: str, problem: str) -> Message:
-    """The answer to a call that failed."""
+    """The message that answers a failed call."""
     text = " ".join(problem.split())[:MAX_ERROR_CHARACTERS]
     return Message(role="tool", tool=tool, parts=(f"Error: {text}",), failed=True)

@@ -1,4 +1,4 @@
-"""True if an address of the user's can be called, told before anything calls it."""
+"""Checks of addresses, hub ids and folder names that the user has set, before they are used."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from urllib.parse import SplitResult, urlsplit
 
 def http_parts(url: str) -> SplitResult | None:
     """Split an http or https address; None for one that cannot be called, such as http://[::1 or http://10.0.0.256."""
-    import httpx2  # noqa: PLC0415  takes a tenth of a second, which commands without an address are spared
+    import httpx2  # noqa: PLC0415  importing it takes a tenth of a second, which most commands need not spend
 
     try:
         parts = urlsplit(url)
         httpx2.URL(url)
-        # reading the port raises for one that is not a number or too large
+        # reading the port raises ValueError if it is not a number, or too large
         callable_ = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except (ValueError, httpx2.InvalidURL):
         return None
@@ -25,18 +25,18 @@ def http_parts(url: str) -> SplitResult | None:
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 CLOSE_ENOUGH = 0.7
-"""Likeness (difflib) from which on a name is suggested."""
+"""Minimum similarity (difflib) for suggesting a name."""
 
 
 def is_hub_id(text: str) -> bool:
-    """True if a text can be the `org/name` of a hub: a path below a folder of this machine is none."""
+    """True if a text can be an `org/name` on the hub; false for a path below an existing folder."""
     return HUB_ID.fullmatch(text) is not None and not Path(text).parent.exists()
 
 
 def near_folder(path: Path) -> Path | None:
-    """The folder whose name is near that of the first part of `path` that does not exist; None where there is none.
+    """The folder with a name similar to the first part of `path` that does not exist; None if there is no such folder.
 
-    The path itself where all of it exists.
+    If the whole path exists, it is returned.
     """
     missing = next((part for part in (*reversed(path.parents), path) if not part.exists()), None)
     if missing is None:
@@ -49,7 +49,7 @@ def near_folder(path: Path) -> Path | None:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host name or address is one that other machines do not reach."""
+    """True if a host name or address is a loopback address, which other machines cannot reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,7 +1,7 @@
-"""Bounded reads of a folder's files, which may be a stranger's: regular files, of a limited size, inside the folder.
+"""Safe reads of files in an untrusted folder: only regular files of a limited size inside the folder.
 
-A FIFO would hang its reader, a device or a sparse file take all memory, and a symbolic link show or overwrite a file
-that lies elsewhere.
+A FIFO would block its reader, a device or a sparse file would fill the memory, and a symbolic link could expose or
+overwrite a file elsewhere.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import BinaryIO, TextIO
 from fovea_gym.errors import DataError
 
 MAX_MIB = 256
-"""The largest file that is read as a whole."""
+"""Maximum size of a file that is read as a whole."""
 MAX_LINE_MIB = 16
-"""The longest line of a file that is read by lines."""
+"""Maximum length of a line in a file that is read line by line."""
 MIB = 2**20
 
 
 def read_file(path: Path, *, within: Path | None = None, max_mib: float = MAX_MIB) -> bytes:
-    """The content of a regular file; FileNotFoundError where there is none, DataError for anything else.
+    """The content of a regular file; FileNotFoundError if there is no file, DataError for anything else.
 
-    `within` is the folder that no link on the way may leave.
+    `within` is the folder that no link in the path may leave.
     """
     with open_file(path, within=within) as file:
         content = file.read(int(max_mib * MIB) + 1)
@@ -34,10 +34,10 @@ def read_file(path: Path, *, within: Path | None = None, max_mib: float = MAX_MI
 
 
 def open_file(path: Path, *, within: Path | None = None) -> BinaryIO:
-    """A regular file, open for reading; errors as of `read_file`."""
+    """Open a regular file for reading; raises the errors of `read_file`."""
     if within is not None:
         check_inside(path, within)
-    # O_NONBLOCK: a FIFO without a writer would be waited for
+    # O_NONBLOCK: opening a FIFO without a writer would block
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
@@ -46,13 +46,13 @@ def open_file(path: Path, *, within: Path | None = None) -> BinaryIO:
 
 
 def read_lines(path: Path, *, within: Path | None = None) -> Iterator[bytes]:
-    """The lines of a regular file with their ends, one at a time; errors as of `read_file`."""
+    """The lines of a regular file with their line ends, one at a time; raises the errors of `read_file`."""
     with open_file(path, within=within) as file:
         yield from lines_of(file, path)
 
 
 def lines_of(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """The lines of an open file with their ends; DataError, naming the path, for one that is too long."""
+    """The lines of an open file with their line ends; DataError naming the path for a line that is too long."""
     while line := file.readline(MAX_LINE_MIB * MIB + 1):
         if len(line) > MAX_LINE_MIB * MIB:
             raise DataError(f"{path} has a line of more than {MAX_LINE_MIB} MiB; delete that line")
@@ -60,13 +60,13 @@ def lines_of(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def append_to(path: Path) -> TextIO:
-    """A file, open for appending text; OSError for a link, which could lead to any file."""
+    """Open a file for appending text; OSError for a link, which could point to any file."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     return os.fdopen(handle, "a+", encoding="utf-8", newline="\n")
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """DataError where a link leads from a path of the folder out of it."""
+    """Raise DataError if a link in the path leads out of the folder."""
     if not path.resolve().is_relative_to(folder.resolve()):
         raise DataError(
             f"{path} is a link, or below one, that leads out of {folder}, and nothing is read or written through it; "
@@ -75,9 +75,9 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def check_tree(folder: Path, not_below: Collection[str] = ()) -> None:
-    """DataError for a link in a folder that leads out of it, and for what is neither a file nor a folder.
+    """Raise DataError if the folder contains a link that leads out of it, or anything else than files and folders.
 
-    Folders of the names `not_below`, which others fill, are not entered.
+    Folders named in `not_below` are not entered.
     """
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in not_below]
@@ -86,4 +86,4 @@ def check_tree(folder: Path, not_below: Collection[str] = ()) -> None:
             if kind == stat.S_IFLNK:
                 check_inside(path, folder)
             elif kind not in (stat.S_IFREG, stat.S_IFDIR):
-                raise DataError(f"{path} is neither a file nor a folder, and nothing is read of it; delete it")
+                raise DataError(f"{path} is neither a file nor a folder, and is not read; delete it")

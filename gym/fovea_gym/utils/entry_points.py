@@ -1,6 +1,6 @@
-"""Parts that other installed packages add, by the entry points in their metadata (docs/extending.md).
+"""Parts that other installed packages add by the entry points in their metadata (docs/extending.md).
 
-Names are read from the metadata. A package is imported when one of its names is asked for, and not before.
+Names are read from the metadata; a package is imported only when one of its names is requested.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ GROUPS = (*PARTS, "fovea.commands", "fovea.doctor", "fovea.hints")
 
 
 def registered(group: str) -> Mapping[str, Sequence[EntryPoint]]:
-    """The entry points of a group by name; several packages under one name are a clash."""
+    """The entry points of a group by name; a name with several packages is a conflict."""
     return _by_group(tuple(sys.path))[group]
 
 
 def package_of(point: EntryPoint) -> str:
-    """The name under which pip knows the package of an entry point."""
+    """The name of an entry point's package, as pip knows it."""
     return point.dist.name if point.dist is not None else "an unnamed package"
 
 
 def load(group: str, name: str, ours: Collection[str] = (), owner: str | None = None) -> Any:
-    """The object that a package registers under this name; None where none does.
+    """The object that a package registers under this name; None if no package does.
 
-    ConfigError where the name is also one of `ours` and the package is not their `owner`, where two packages register
-    it, and where the import fails.
+    ConfigError if the name is also in `ours` and the package is not their `owner`, if two packages register the name,
+    or if the import fails.
     """
     points = registered(group).get(name)
     if points is None:
@@ -40,7 +40,7 @@ def load(group: str, name: str, ours: Collection[str] = (), owner: str | None = 
     packages = " and ".join(map(package_of, strangers if name in ours and strangers else points))
     if name in ours and strangers:
         raise ConfigError(
-            f"{group}: {packages} registers {name}, which is a name of Fovea's own; uninstall {packages}, or have it "
+            f"{group}: {packages} registers {name}, which is one of Fovea's names; uninstall {packages}, or have it "
             "register another name"
         )
     if len(points) > 1:
@@ -60,13 +60,13 @@ def imported(group: str) -> list[str]:
 
 
 def state() -> tuple[tuple[str, ...], ...]:
-    """All names, and those whose modules have been imported: the key of a cache of what depends on them."""
+    """All names, and those whose modules have been imported: a cache key for results that depend on them."""
     return tuple(tuple(names) for group in PARTS for names in (registered(group), imported(group)))
 
 
 @cache
 def _by_group(_path: tuple[str, ...]) -> Mapping[str, Mapping[str, Sequence[EntryPoint]]]:
-    """All groups on this search path; reading the metadata of 200 packages takes some 20 ms."""
+    """All groups on this search path; cached, since reading the metadata of 200 packages takes some 20 ms."""
     groups: dict[str, dict[str, list[EntryPoint]]] = {group: {} for group in GROUPS}
     found = entry_points()
     for group in GROUPS:

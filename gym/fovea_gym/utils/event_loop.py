@@ -1,4 +1,4 @@
-"""Running a coroutine from synchronous code."""
+"""Event loops: running coroutines from synchronous code, loops in threads, and work computed ahead in threads."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any, Generic, TypeVar
 LOG = logging.getLogger(__name__)
 MAX_ENDING_SECONDS = 10.0
 SLOW_SECONDS = 5.0
-"""Wait for a server after which a start says what it waits for."""
+"""Seconds of waiting for a server after which a warning says what is awaited."""
 Result = TypeVar("Result")
 
 
 def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine to its end and return its result: `asyncio.run` without a signal handler.
 
-    Below a running loop, as in a cell of a notebook, it runs in a thread; Ctrl-C cancels it, waits for its end and is
-    raised.
+    If a loop already runs in this thread, as in a notebook cell, the coroutine runs in another thread; Ctrl-C cancels
+    it, and KeyboardInterrupt is raised once it has ended.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(coroutine)
@@ -39,12 +39,12 @@ def _is_below_a_loop() -> bool:
 
 
 def _complete(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Result]) -> Result:
-    # to remove its handler, CPython 3.11's asyncio.run formats the result as text and throws the text away: 37 ms of a
-    # 125 ms step whose result holds arrays
+    # to remove its signal handler, CPython 3.11's asyncio.run formats the result as text and discards the text, which
+    # takes 37 ms of a 125 ms step whose result holds arrays
     try:
         return loop.run_until_complete(task)
     except BaseException:
-        # the error is raised to the caller: asyncio need not log it again for every task that it ended
+        # the caller gets the error, so asyncio need not also log it for every task that it ended
         loop.set_exception_handler(lambda *_: None)
         raise
     finally:
@@ -55,20 +55,20 @@ def _complete(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Result]) -> Re
 
 
 def _complete_in_thread(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Result]) -> Result:
-    # a thread, because asyncio runs one loop in each; the task keeps the context of the caller, by which a notebook
-    # finds the cell that output belongs to
+    # asyncio allows one running loop per thread, hence a new thread; the task keeps the caller's context, by which a
+    # notebook assigns output to its cell
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="fovea") as thread:
         done = thread.submit(_complete, loop, task)
         try:
             return done.result()
         except (KeyboardInterrupt, SystemExit):  # signal handlers raise them in the main thread only
-            with suppress(RuntimeError):  # the loop is closed: the coroutine ended meanwhile
+            with suppress(RuntimeError):  # the loop is closed if the coroutine has ended in the meantime
                 loop.call_soon_threadsafe(task.cancel)
             raise
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results of all, in order; when one raises, the others are cancelled before its error is raised."""
+    """The results of all coroutines, in order; if one raises, the others are cancelled before its error is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -91,7 +91,7 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
 
 @contextmanager
 def warning_if_slow(waiting: str, limit_seconds: float) -> Iterator[None]:
-    """Warn of a wait, in words such as `x has not answered`, that lasts SLOW_SECONDS; within a running loop."""
+    """Log a warning once a wait lasts SLOW_SECONDS; `waiting` reads like `x has not answered`. Needs a running loop."""
     text = "%s for %g seconds; waiting for up to %g seconds"
     timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, LOG.warning, text, waiting, SLOW_SECONDS, limit_seconds)
     try:
@@ -101,26 +101,26 @@ def warning_if_slow(waiting: str, limit_seconds: float) -> Iterator[None]:
 
 
 class BackgroundLoop:
-    """An event loop in a separate thread, for work that must go on while the run's loop computes."""
+    """An event loop in a separate thread, for work that must continue while the run's loop computes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The result of a coroutine on that loop; awaited from another loop."""
+        """Run a coroutine on this loop and return its result; to be awaited from another loop."""
         ended = asyncio.run_coroutine_threadsafe(_outcome(coroutine), self._started())
         return (await asyncio.wrap_future(ended)).result()
 
     async def run_to_end(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """As `run`, but a cancellation of the caller neither ends the coroutine nor the wait for it.
+        """As `run`, but cancelling the caller ends neither the coroutine nor the wait for it.
 
-        It is raised afterwards.
+        The cancellation is raised once the coroutine has ended.
         """
         ended = asyncio.run_coroutine_threadsafe(_outcome(coroutine), self._started())
         cancelled: asyncio.CancelledError | None = None
         while not ended.done():
-            # a future for each wait: a cancellation of the one that `asyncio.wrap_future` makes would end the coroutine
+            # await a new future each time: cancelling the future of `asyncio.wrap_future` would cancel the coroutine
             waiting = _Wakening(asyncio.get_running_loop())
             ended.add_done_callback(waiting.wake)
             try:
@@ -132,13 +132,13 @@ class BackgroundLoop:
         return ended.result().result()
 
     def wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The result of a coroutine on that loop; blocks the calling thread until then."""
+        """Run a coroutine on this loop and return its result; blocks the calling thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._started()).result()
 
     def close(self, *endings: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Await the endings on the loop, then stop it and its thread; a later `run` starts another.
+        """Await the endings on the loop, then stop the loop and its thread; a later `run` starts a new one.
 
-        What still runs on the loop is cancelled. A loop that never ran has nothing to end.
+        Tasks that still run on the loop are cancelled. If the loop never ran, the endings are not called.
         """
         if self._loop is None:
             return
@@ -164,7 +164,7 @@ class _Wakening:
         self.future = loop.create_future()
 
     def wake(self, _: object) -> None:
-        with suppress(RuntimeError):  # the loop was closed meanwhile
+        with suppress(RuntimeError):  # the loop may have been closed in the meantime
             self._loop.call_soon_threadsafe(self._complete)
 
     def _complete(self) -> None:
@@ -173,10 +173,10 @@ class _Wakening:
 
 
 async def _outcome(coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-    """The result or the error of a coroutine, as a future that is done.
+    """The result or the error of a coroutine, as a completed future.
 
-    An error that comes while the waiting side is cancelled would be the task's own, which nobody is left to take:
-    asyncio prints it with its traceback.
+    If the coroutine raised while the waiting side is cancelled, nobody would retrieve the task's exception, and asyncio
+    would print its traceback.
     """
     outcome: Future[Result] = Future()
     try:
@@ -191,7 +191,7 @@ def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_forever()
     finally:
         try:
-            # whoever awaited them is gone: without this, collecting them prints a traceback for each
+            # nobody awaits these tasks any more: without this, asyncio would print a traceback for each
             loop.set_exception_handler(lambda *_: None)
             _cancel_all(loop)
         finally:
@@ -199,9 +199,9 @@ def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
-    """Begin some work on a thread, which the end of the process does not wait for; its result or error, to come."""
+    """Start `work` in a daemon thread and return a future of its result or error."""
     result = Future[Result]()
-    # a caller that waits no longer does not end the work
+    # a caller that stops waiting does not cancel the work
     result.set_running_or_notify_cancel()
 
     def run() -> None:
@@ -210,7 +210,7 @@ def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
         except BaseException as error:
             result.set_exception(error)
 
-    # not of a pool, whose threads Python waits for
+    # not a thread of a pool: Python waits for these at exit
     Thread(target=run, name=name, daemon=True).start()
     return result
 
@@ -221,9 +221,9 @@ PrefetchWork = tuple[Future[Result], Callable[[], Result]]
 
 
 class Prefetch(Generic[Key, Result]):
-    """The results of some work by key, computed in the order in which they were asked for.
+    """Results of work by key, computed ahead in threads in the order of the requests.
 
-    Nothing but time depends on it: whoever takes a result that is not begun computes it as if there were no threads.
+    It only saves time: if no thread has begun on a result, the caller that takes it computes it as without threads.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -232,7 +232,7 @@ class Prefetch(Generic[Key, Result]):
         self._queue: SimpleQueue[PrefetchWork[Result] | None] | None = None
 
     def begin(self, works: Mapping[Key, Callable[[], Result]]) -> None:
-        """Compute these results ahead, and drop all others: no more than these are ever kept."""
+        """Compute these results ahead and drop all others, so that no others are kept in memory."""
         for key in self.ahead.keys() - works.keys():
             self.ahead.pop(key).cancel()
         for key, work in works.items():
@@ -241,7 +241,7 @@ class Prefetch(Generic[Key, Result]):
                 self._started().put((self.ahead[key], work))
 
     def take(self, key: Key) -> Callable[[], Result] | None:
-        """A function that waits for the result of a key, or raises its error; None where no thread has begun on it."""
+        """A function that waits for the result of a key, or raises its error; None if no thread has begun on it."""
         future = self.ahead.pop(key, None)
         return None if future is None or future.cancel() else future.result
 
@@ -249,14 +249,14 @@ class Prefetch(Generic[Key, Result]):
         if self._queue is None:
             self._queue = SimpleQueue()
             for _ in range(self._num_threads):
-                # no threads of a pool, whose work Python finishes before it exits
+                # not threads of a pool: Python finishes their work before it exits
                 Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True).start()
             weakref.finalize(self, _end, self._queue, self._num_threads)
         return self._queue
 
 
 def _serve(queue: SimpleQueue[PrefetchWork[Result] | None]) -> None:
-    """Compute what is in the queue, until there is a None."""
+    """Compute the work in the queue until a None arrives."""
     while (asked := queue.get()) is not None:
         future, work = asked
         if not future.set_running_or_notify_cancel():
@@ -265,7 +265,7 @@ def _serve(queue: SimpleQueue[PrefetchWork[Result] | None]) -> None:
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
-        # else both would live until there is more to do
+        # else these objects would live until the queue has more work
         del asked, future, work
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that are complete under their name or not there, and floats as JSON numbers."""
+"""Atomic writes of files and folders, and floats as JSON numbers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fovea_gym.errors import FoveaError
 _NUMBER_OF_RUST = re.compile(r"\(os error (\d+)\)")
 _PARTIALS = ".*.partial"
 _ABANDONED_SECONDS = 24 * 3600
-"""Age of a temporary file of which no process still writes."""
+"""Age from which on no process is assumed to still write a temporary file."""
 
 
 def json_number(value: float) -> float | None:
-    """A float for JSON, which has no NaN and no infinity: None (null) stands for them."""
+    """A float for JSON; None (null) stands for NaN and infinity, which JSON does not have."""
     return float(value) if math.isfinite(value) else None
 
 
@@ -32,9 +32,9 @@ def from_json_number(value: float | None) -> float:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary path in the folder of `path`, flushed and renamed to it at the end of the block.
+    """A temporary path in the folder of `path`; it is flushed and renamed to `path` at the end of the block.
 
-    Readers see the old file or the new one, never half of one, even after a power failure. An error in the block
+    Readers see the old file or the new one, never a partial one, even after a power failure. An error in the block
     deletes the temporary file. Several processes may write the same path: the last one wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,25 +48,25 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whose readers see the old content or the new one, never half of it."""
+    """Write a file so that readers see either the old or the new content, never a part of it."""
     with atomic_file(path) as partial:
         partial.write_bytes(content)
 
 
 def complete_bytes(folder: Path) -> int:
-    """Bytes of the files of a folder, in which other processes may be writing by `atomic_file`."""
+    """Total bytes of the complete files in a folder, where other processes may be writing with `atomic_file`."""
     return sum(map(_size, folder.glob("[!.]*")))
 
 
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except FileNotFoundError:  # deleted since it was listed
+    except FileNotFoundError:  # deleted after it was listed
         return 0
 
 
 def delete_abandoned(folder: Path) -> None:
-    """Delete the temporary files that killed processes left in a folder a day ago or earlier, as far as that can be."""
+    """Delete temporary files that killed processes left in a folder at least a day ago; errors are ignored."""
     for partial in folder.glob(_PARTIALS):
         with suppress(OSError):
             if partial.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
@@ -75,13 +75,13 @@ def delete_abandoned(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """An empty temporary folder beside `path`, flushed and renamed to it at the end of the block.
+    """An empty temporary folder next to `path`; it is flushed and renamed to `path` at the end of the block.
 
-    Its files get the permissions of any new file, by the umask. An error in the block deletes the temporary folder.
-    `path` must be absent or empty, and have one writer at a time.
+    Its files get the default permissions of the umask. An error in the block deletes the temporary folder. `path` must
+    be absent or empty, and have one writer at a time.
     """
     path = path.absolute()  # "." has no name
-    # one name for all: what a killed process left, which may be gigabytes, is deleted by the next one
+    # a fixed name, so that the next process deletes what a killed one left, which may be gigabytes
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -91,7 +91,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         readable = partial.stat().st_mode & 0o666
         for written in (*partial.rglob("*"), partial):
             if written.is_file():
-                written.chmod(readable)  # safetensors lets only the owner read what it writes
+                written.chmod(readable)  # safetensors makes its files readable only to the owner
             flush(written)
         os.replace(partial, path)
         flush(path.parent)
@@ -101,7 +101,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def os_errors(path: Path) -> Iterator[None]:
-    """OSError for the errors by which safetensors and tokenizers, in Rust, say that `path` cannot be written."""
+    """Convert errors of safetensors and tokenizers, which are in Rust, about writing `path` to OSError."""
     try:
         yield
     except Exception as error:
@@ -112,7 +112,7 @@ def os_errors(path: Path) -> Iterator[None]:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file or the entries of a folder are on disk."""
+    """Wait until the content of a file, or the entries of a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

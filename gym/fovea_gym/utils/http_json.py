@@ -1,4 +1,4 @@
-"""Calls of a server that takes and gives JSON: bounded in number and time, and made again where that may help."""
+"""Calls of a JSON server, with limits on their number and time, and with retries if these may help."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.utils.addresses import is_loopback
 
 MAY_PASS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-"""Status codes of a server that is busy or not quite up."""
+"""Status codes of a server that is busy or still starting."""
 FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
 SHOWN_CHARS = 200
 
 
 class CallError(Exception):
-    """A call that no try got an answer to."""
+    """A call failed in all tries."""
 
     def __init__(self, problem: str, *, status: int | None = None) -> None:
         super().__init__(problem)
         self.status = status
-        """The status code of the last answer; None without one."""
+        """The status code of the last response; None if there was no response."""
 
     @property
     def may_pass(self) -> bool:
@@ -37,24 +37,24 @@ class CallError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBounds:
-    """Limits of the calls of one server."""
+    """Limits of the calls to one server."""
 
     timeout_seconds: float
-    """For one try."""
+    """Time limit of one try."""
     calls_at_once: int
     max_retries: int = 0
-    """Further tries after a timeout, a broken connection or a status in `MAY_PASS`, with growing pauses."""
+    """Retries after a timeout, a broken connection or a status in `MAY_PASS`, with growing pauses."""
     max_reply_bytes: int = 1 << 28
 
 
 class JsonServer:
-    """A client of one server; all of its calls are made on one event loop, on which it is closed."""
+    """A client of one server; all of its calls, and its close, are made on one event loop."""
 
     def __init__(self, url: str, bounds: CallBounds, headers: Mapping[str, str] | None = None) -> None:
         self.url = url
         self._bounds = bounds
         self._slots = asyncio.Semaphore(bounds.calls_at_once)
-        # no redirects: they could lead a key elsewhere
+        # no redirects, since they could send the key to another host
         self._client = httpx2.AsyncClient(
             headers={"content-type": "application/json", **(headers or {})},
             timeout=None,
@@ -65,17 +65,20 @@ class JsonServer:
         )
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the client's connections."""
         await self._client.aclose()
 
     async def get(self, path: str) -> Any:
-        """The JSON at a path; CallError."""
+        """GET the JSON at a path; raises CallError."""
         return await self._call("GET", path, None)
 
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """The JSON that answers a body, None for an empty answer; CallError. `headers` are of this call only."""
+        """POST a body and return the JSON response, None if it is empty; raises CallError.
+
+        `headers` are sent with this call only.
+        """
         content = None if body is None else json.dumps(body).encode("utf-8", "replace")
         async with self._slots:
             return await self._call("POST", path, content, headers)
@@ -108,18 +111,18 @@ class JsonServer:
 
 
 def bearer(api_key_env: str | None, setting: str) -> dict[str, str]:
-    """The header with the key in an environment variable; ConfigError, naming `setting`, where that holds none."""
+    """The header with the key from an environment variable; ConfigError naming `setting` if the variable has no key."""
     if api_key_env is None:
         return {}
     key = os.environ.get(api_key_env, "").strip()
     if not key:
         raise ConfigError(
-            f"{setting}={api_key_env}, but there is no such environment variable; export it, or leave that out"
+            f"{setting}={api_key_env}, but there is no such environment variable; export it, or drop the setting"
         )
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"{setting}={api_key_env}: the key in that environment variable has characters that no HTTP header may "
-            "hold, such as letters with accents or line breaks; copy it again"
+            f"{setting}={api_key_env}: the key in that environment variable has characters that an HTTP header cannot "
+            "contain, such as letters with accents or line breaks; copy it again"
         )
     return {"authorization": f"Bearer {key}"}
 
@@ -139,9 +142,9 @@ def _parsed(content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise CallError(f"an answer that is not a JSON ({_shown(content)})", status=httpx2.codes.OK) from error
+        raise CallError(f"an answer that is not JSON ({_shown(content)})", status=httpx2.codes.OK) from error
 
 
 def _shown(content: bytes) -> str:
-    """The start of an answer, on one line."""
+    """The start of an answer, as one line."""
     return repr(content[:SHOWN_CHARS].decode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""The command that installs a package with an extra: from the folder that it came from, since no index has it yet."""
+"""The command that installs a package with an extra, from the package's own source, since no index has it yet."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def pip_install(extra: str | None, distribution: str = GYM, checkout: Path = CHECKOUT) -> str:
-    """The command that installs a package as here, with an extra: `pip install -e '/src/fovea/gym[hub]'` in a checkout.
+    """The command that reinstalls a package with an extra: `pip install -e '/src/fovea/gym[hub]'` in a checkout.
 
-    `checkout` is the folder of its pyproject.toml where it is on PYTHONPATH only.
+    `checkout` is the folder of the package's pyproject.toml, used if the package is only on PYTHONPATH.
     """
     folder, editable = _installed_from(distribution, checkout)
     with_extra = "" if extra is None else f"[{extra}]"
@@ -24,10 +24,10 @@ def pip_install(extra: str | None, distribution: str = GYM, checkout: Path = CHE
 
 
 def _installed_from(distribution: str, checkout: Path) -> tuple[Path | None, bool]:
-    """The folder that pip installed a package from, and whether it imports the files there; None for another origin."""
+    """The folder that pip installed a package from, and True if it is editable; None for another origin."""
     try:
         recorded = metadata.distribution(distribution).read_text("direct_url.json")
-    except metadata.PackageNotFoundError:  # on PYTHONPATH only
+    except metadata.PackageNotFoundError:  # the package is only on PYTHONPATH
         return (checkout, True) if (checkout / "pyproject.toml").is_file() else (None, False)
     origin = json.loads(recorded) if recorded else {}
     url = urlsplit(origin.get("url", ""))

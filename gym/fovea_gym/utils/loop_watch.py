@@ -1,9 +1,9 @@
-"""Watch over an event loop that the user's code can stop: by holding Python's interpreter lock, or by never awaiting.
+"""Watchdog for an event loop that user code can block by holding Python's interpreter lock, or by never awaiting.
 
-No thread of this process can end such a call, nor a signal handler written in Python: a small process outside
-(`watcher.py`) hears a beat of the loop every second. Without beats it sends SIGQUIT, whose handlers are functions of C:
-faulthandler's prints the line of every thread, and `_exit` ends the process with the signal's number, which is 3, the
-exit code of a process that hangs.
+Neither a thread of this process nor a signal handler in Python can end such a call. So a small separate process
+(`watcher.py`) receives a heartbeat of the loop every second. Without heartbeats it sends SIGQUIT, whose handlers are C
+functions: faulthandler prints the current line of every thread, and `_exit` ends the process with the signal's number,
+which is 3, the exit code of a process that hangs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ BEAT_SECONDS = 1.0
 
 
 class LoopWatch:
-    """Ends this process with code 3 when the loop of a call has not run for so many seconds."""
+    """Ends this process with code 3 when the loop has not run for `seconds` during a call."""
 
     def __init__(self, seconds: float, message: str) -> None:
-        """`message` is printed to stderr before the lines of all threads."""
+        """`message` is printed to stderr before the current lines of all threads."""
         self._command = [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid()), str(seconds), message]
         self._num_calls = 0
         self._beats: asyncio.Task[None] | None = None
@@ -37,7 +37,7 @@ class LoopWatch:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """A call during which the running loop is watched; calls may overlap."""
+        """Watch the running loop during a call; calls may overlap."""
         self._start()
         self._num_calls += 1
         self._send()
@@ -48,10 +48,10 @@ class LoopWatch:
             self._send()
 
     def _start(self) -> None:
-        # the end of a loop cancels its tasks; a debugger stops it for as long as somebody reads
+        # start again if the loop of the last heartbeats has ended; not under a debugger, which may halt the loop
         if (self._beats is None or self._beats.done()) and not _is_debugged():
             exit_on_sigquit()
-            # a separate session: Ctrl-C in a terminal is for the run
+            # a separate session, so that Ctrl-C in a terminal reaches only the run
             process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, start_new_session=True
             )
@@ -67,10 +67,10 @@ class LoopWatch:
                     self._send()
                     await asyncio.sleep(BEAT_SECONDS)
             finally:
-                self._pipe = -1  # its number may be another file's once it is closed
+                self._pipe = -1  # after the pipe is closed, another file may get its number
 
     def _send(self) -> None:
-        with suppress(OSError):  # a watcher that was killed, or is stopped: the run goes on unwatched
+        with suppress(OSError):  # the watcher was killed or stopped: the run continues without it
             os.write(self._pipe, b"+" if self._num_calls else b"-")
 
 
@@ -80,7 +80,7 @@ def _is_debugged() -> bool:
 
 @cache
 def exit_on_sigquit() -> None:
-    """Make SIGQUIT print the line of every thread and exit with its number, without the interpreter lock."""
+    """Make SIGQUIT print the line of every thread and exit with the signal's number, without the interpreter lock."""
     assert ClusterError.exit_code == signal.SIGQUIT, ClusterError.exit_code
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p

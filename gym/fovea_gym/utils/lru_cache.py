@@ -1,4 +1,4 @@
-"""A cache bounded by the bytes of its values."""
+"""A least-recently-used cache with a limit on the bytes of its values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Value = TypeVar("Value")
 
 
 class LRUCache(Generic[Key, Value]):
-    """Values of at most `max_bytes` in all; the least recently used are evicted first.
+    """A cache of values with a total of at most `max_bytes`; the least recently used value is evicted first.
 
-    The newest `min_values` stay whatever their size. The caller locks around calls from several threads.
+    The newest `min_values` values stay, whatever their size. Not thread-safe: the caller must hold a lock.
     """
 
     def __init__(self, max_bytes: float, *, min_values: int = 0) -> None:
@@ -24,7 +24,7 @@ class LRUCache(Generic[Key, Value]):
 
     @property
     def num_bytes(self) -> int:
-        """Total size of the values."""
+        """Total size of the values in bytes."""
         return self._num_bytes
 
     def __len__(self) -> int:
@@ -34,14 +34,14 @@ class LRUCache(Generic[Key, Value]):
         return key in self._entries
 
     def get(self, key: Key) -> Value | None:
-        """The value of a key, which becomes the most recently used; None where there is none."""
+        """The value of a key, which becomes the most recently used; None if the key is not in the cache."""
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
         return self._entries[key][0]
 
     def put(self, key: Key, value: Value, num_bytes: int) -> None:
-        """Insert or replace a value as the most recently used; one that is larger than the bound is evicted at once."""
+        """Insert or replace a value as the most recently used; a value above the limit is evicted at once."""
         self.discard(key)
         self._entries[key] = value, num_bytes
         self._num_bytes += num_bytes
@@ -50,6 +50,6 @@ class LRUCache(Generic[Key, Value]):
             self._num_bytes -= size
 
     def discard(self, key: Key) -> None:
-        """Remove a key, if it is there."""
+        """Remove a key if it is in the cache."""
         if key in self._entries:
             self._num_bytes -= self._entries.pop(key)[1]

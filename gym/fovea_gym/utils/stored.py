@@ -1,4 +1,4 @@
-"""Records stored as JSON, written and read by pydantic's TypeAdapter; a file may be a stranger's."""
+"""Records stored as JSON, written and read with pydantic's TypeAdapter; the files may be untrusted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fovea_gym.utils.files import json_number
 
 T = TypeVar("T")
 MAX_SHOWN_CHARS = 60
-"""Characters of a wrong value in an error message."""
+"""Maximum characters of an invalid value in an error message."""
 
 
 def _nan_of_null(value: object) -> object:
@@ -22,22 +22,22 @@ def _nan_of_null(value: object) -> object:
 Number: TypeAlias = Annotated[
     float, BeforeValidator(_nan_of_null), PlainSerializer(json_number, return_type=float | None, when_used="json")
 ]
-"""A float that may be NaN or infinite; JSON has null for these, which is read as NaN."""
+"""A float that may be NaN or infinite; these are written to JSON as null, which is read as NaN."""
 
 
 def as_json(adapter: TypeAdapter[T], value: T) -> Any:
-    """A record as dicts, lists, texts and numbers of JSON."""
-    # not `dump_json`: text of a data set may hold lone surrogates, which UTF-8 cannot encode and an escape can
+    """A record as dicts, lists, strings and numbers, as in JSON."""
+    # not `dump_json`: text of a data set may contain lone surrogates, which UTF-8 cannot encode but an escape can
     return adapter.dump_python(value, mode="json")
 
 
 def to_json(adapter: TypeAdapter[T], value: T, *, indent: int | None = None) -> str:
-    """A record as ASCII JSON with null for numbers that are not finite."""
+    """A record as ASCII JSON, with null for numbers that are not finite."""
     return json.dumps(as_json(adapter, value), allow_nan=False, indent=indent)
 
 
 def from_json(adapter: TypeAdapter[T], content: str | bytes, what: str, fix: str = "delete that file") -> T:
-    """The record of a JSON text; DataError in one line, `what (fault); fix`, for anything else."""
+    """Parse a record from JSON; raises DataError in one line, `what (fault); fix`, for invalid content."""
     try:
         return adapter.validate_python(json.loads(content))
     except (ValueError, RecursionError) as error:

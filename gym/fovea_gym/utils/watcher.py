@@ -1,7 +1,7 @@
-"""Script of the process beside a `LoopWatch`: ends its parent, from outside, when the watched event loop has stopped.
+"""Script of the separate process of a `LoopWatch`: it ends the parent process when the watched event loop is blocked.
 
-It is run by its path and imports nothing but these modules, so that it starts in 20 ms and takes 10 MB.
-Arguments: the parent's process id, the seconds of silence that end it, and the message for stderr.
+It is run by its path and imports only the modules below, so that it starts in 20 ms and takes 10 MB. Its arguments are
+the parent's process id, the seconds without heartbeats after which to end it, and the message for stderr.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 LOOK_SECONDS = 0.5
 WATCHED = ord("+")
-"""Last byte of a beat during calls; between calls it is another one."""
+"""Byte of a heartbeat during calls; heartbeats between calls have another byte."""
 
 
 def watch(parent: int, seconds: float, message: str) -> None:
-    """Read beats from stdin until it is closed; send SIGQUIT to the parent after so many silent seconds in a call."""
+    """Read heartbeats from stdin until it closes; send SIGQUIT to the parent after `seconds` of silence in a call."""
     is_watched, silent_seconds = False, 0.0
     while os.getppid() == parent:
         if select.select([0], [], [], LOOK_SECONDS)[0]:
@@ -26,7 +26,7 @@ def watch(parent: int, seconds: float, message: str) -> None:
             if not beats:
                 return
             is_watched, silent_seconds = beats[-1] == WATCHED, 0.0
-        # looks are counted, not read from a clock: a machine that sleeps or a container that is paused is not silent
+        # count iterations instead of reading a clock, so that a sleeping machine or a paused container does not count
         elif is_watched and not _is_stopped(parent):
             silent_seconds += LOOK_SECONDS
         if silent_seconds >= seconds:
@@ -36,7 +36,7 @@ def watch(parent: int, seconds: float, message: str) -> None:
 
 
 def _is_stopped(process: int) -> bool:
-    """True if a process is stopped, as by SIGSTOP; False where /proc cannot say."""
+    """True if a process is stopped, for instance by SIGSTOP; False if /proc does not tell."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:

@@ -218,7 +218,7 @@ def test_a_server_without_tools_is_one_line(settings: dict[str, Any], message: s
 
 @table("settings", [{}, {"command": ("x",), "url": "http://127.0.0.1/"}, {"command": ("x",), "api_key_env": "KEY"}])
 def test_a_server_has_a_command_or_an_address(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=r"an MCP server has either|is the key for a url"):
+    with pytest.raises(ValidationError, match=r"an MCP server has either|is sent only to a url"):
         McpServer.model_validate(settings)
 
 

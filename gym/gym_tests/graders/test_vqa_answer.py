@@ -112,8 +112,8 @@ def test_options_are_picked_by_letter_or_text() -> None:
         # an answer `1` could be the first or, from 0, the second
         ({"1": "cat", "2": "dog"}, r"the options have the keys \['1', '2'\], not the letters from A on"),
         ({"A": "cat", "C": "dog"}, "the options have the keys"),
-        (["cat", None, "dog"], "one is empty or there twice"),
-        (["red", " red "], "one is empty or there twice"),
+        (["cat", None, "dog"], "one of the options .* is empty or appears twice"),
+        (["red", " red "], "one of the options .* is empty or appears twice"),
     ],
 )
 def test_options_of_a_row(cell: object, options: tuple[str, ...] | str) -> None:
@@ -129,7 +129,7 @@ def test_the_true_option_is_a_letter() -> None:
     assert listed_options(("cat", "dog")) == "A. cat\nB. dog"
     assert [true_letter(answer, OPTIONS, "row 1") for answer in ("red car", "c", "(C)", "2", "4")] == [*"CCCC", "D"]
     for answer in ("E", "7", "bird", ""):
-        with pytest.raises(BadRowError, match=r"row 1: the answer .* is none of the 4 options"):
+        with pytest.raises(BadRowError, match=r"row 1: the answer .* is not one of the 4 options"):
             true_letter(answer, OPTIONS, "row 1")
 
 

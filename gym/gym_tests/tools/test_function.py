@@ -152,7 +152,10 @@ def unknown_type(x: Missing) -> int:  # type: ignore[name-defined]  # noqa: F821
 @table(
     ("function", "says"),
     [
-        (no_docstring, "mine.py:tool has no docstring, by which the model learns of it; say in it what it does"),
+        (
+            no_docstring,
+            "mine.py:tool has no docstring, which the model needs as its description; describe there what it does",
+        ),
         (no_type, "mine.py:tool has no type for x; annotate it, such as x: float"),
         (several, r"mine.py:tool takes \*numbers: 'int'; give every argument a separate name"),
         (

@@ -92,8 +92,8 @@ def test_what_the_judge_is_sent(serve: Callable[..., Endpoint], monkeypatch: pyt
     [
         ((500, b"oh"), "status 500 ('oh')"),
         ((429, b"slow down"), "status 429 ('slow down')"),
-        ((200, b"<html>"), "an answer that is not a JSON ('<html>')"),
-        ((200, b"[" * 100_000), "an answer that is not a JSON"),
+        ((200, b"<html>"), "an answer that is not JSON ('<html>')"),
+        ((200, b"[" * 100_000), "an answer that is not JSON"),
         ((200, b'{"choices": []}'), "the reply is not a chat completion"),
         (says(None), "the reply is not a chat completion"),
         (says("a fine caption"), "the reply does not end with its only line 'Score: N' ('a fine caption')"),

@@ -225,7 +225,7 @@ def test_a_long_text_is_cut_with_a_note() -> None:
 def test_prints_of_a_tool_stay_out_of_the_console_and_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     use, tool, stdout = Use(JsonCalls()), function_tool(chatty, "chatty"), sys.stdout
     assert [each.parts for each in results(use, call("chatty") * 3, tool)] == [("done",)] * 3
-    assert use.warnings == ["tool chatty printed 'now I work', which the model does not see; return it (said once)"]
+    assert use.warnings == ["tool chatty printed 'now I work', which the model does not see; return it (reported once)"]
     print("of the run")
     assert capsys.readouterr().out == "of the run\n"
     assert sys.stdout is stdout

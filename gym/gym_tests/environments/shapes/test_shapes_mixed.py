@@ -170,7 +170,7 @@ def test_rows_do_not_depend_on_what_was_made_before() -> None:
         ({"level": [1, 1]}, "each once"),
         ({"level": []}, "at least 1 item"),
         ({"level": [4]}, "less than or equal to 3"),
-        ({"text_share": 0.6, "comparison_share": 0.5}, "more than all rows"),
+        ({"text_share": 0.6, "comparison_share": 0.5}, "sum to more than 1"),
     ],
 )
 def test_settings_that_do_not_fit(settings: dict[str, object], message: str) -> None:
