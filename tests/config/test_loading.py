@@ -262,13 +262,8 @@ def test_what_another_environment_lacks_names_what_its_choice_dropped(recipe: Pa
         "environment.test_share=0.1): set again what should stay"
     )
     assert error_of([recipe], "environment.name=caption", "environment.train_files=[a.jsonl]") == (
-<<<<<<< HEAD
-        "recipes/small.yaml and command line: environment.test_files: must be set, or environment.test_share=0.1 for a "
-        f"share of the training rows; {chosen} (environment.test_share=0.1): set again what should stay"
-=======
         "recipes/small.yaml and command line: environment.test_files: must be set, or environment.test_share=0.1 to "
-        f"hold out a share of the training rows; {chosen} (environment.test_share=0.1): give again what is to stay"
->>>>>>> h-m
+        f"hold out a share of the training rows; {chosen} (environment.test_share=0.1): set again what should stay"
     )
 
 
