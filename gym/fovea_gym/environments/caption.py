@@ -50,7 +50,7 @@ _CHRF, _BLEU = CHRF(), BLEU(effective_order=True)
 
 
 class Caption(FileTasks):
-    """The environment `caption`; see `config.CaptionEnvironment`."""
+    """The environment `caption`, whose settings are `CaptionEnvironment`."""
 
     def __init__(
         self,

@@ -211,7 +211,7 @@ def image_cells(row: Row, settings: FileEnvironment) -> list[object]:
 
 
 class OwnRows(FileTasks):
-    """The environment `rows`; see `config.RowsEnvironment`."""
+    """The environment `rows`, whose settings are `RowsEnvironment`."""
 
     graders: tuple[Grader, ...] = ()
 

@@ -20,7 +20,7 @@ from fovea_gym.types import AnswerEnd, Score, Task, Turn
 
 
 class Geo3k(FileTasks):
-    """The environment `geo3k`; see `config.Geo3kEnvironment`."""
+    """The environment `geo3k`, whose settings are `Geo3kEnvironment`."""
 
     def __init__(self, config: Geo3kEnvironment, access: RowAccess) -> None:
         super().__init__(

@@ -14,7 +14,7 @@ from fovea_gym.types import Message, Score, Task, Turn
 
 
 class Vqa(FileTasks):
-    """The environment `vqa`; see `config.VqaEnvironment`."""
+    """The environment `vqa`, whose settings are `VqaEnvironment`."""
 
     def __init__(self, config: VqaEnvironment, access: RowAccess) -> None:
         super().__init__(config, access, read_answer=majority_answer, is_gradable=self._is_right)

@@ -34,7 +34,7 @@ from fovea_gym.types import Message, Score, Task, Turn
 
 
 class GeoSpot(Environment):
-    """The environment `geospot`; see `config.GeoSpotEnvironment`."""
+    """The environment `geospot`, whose settings are `GeoSpotEnvironment`."""
 
     def __init__(self, config: GeoSpotEnvironment, access: RowAccess) -> None:
         self._config = config

@@ -44,7 +44,7 @@ _RIGHT_F1 = 0.5
 
 
 class Grounding(FileTasks):
-    """The environment `grounding`; see `config.grounding.GroundingEnvironment`."""
+    """The environment `grounding`, whose settings are `GroundingEnvironment`."""
 
     def __init__(self, config: GroundingEnvironment, access: RowAccess, pictures: Pictures) -> None:
         self._config = config.with_layout

@@ -30,7 +30,7 @@ _PLACES = "places"
 
 
 class GroundingShapes(Environment):
-    """The environment `grounding_shapes`; see `config.GroundingShapesEnvironment`."""
+    """The environment `grounding_shapes`, whose settings are `GroundingShapesEnvironment`."""
 
     def __init__(self, settings: GroundingShapesEnvironment, seed: int) -> None:
         self._settings = settings

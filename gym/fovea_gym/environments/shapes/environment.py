@@ -50,7 +50,7 @@ class ShapesGrader:
 
 
 class Shapes(Environment):
-    """The environment `shapes`; see `config.ShapesEnvironment`."""
+    """The environment `shapes`, whose settings are `ShapesEnvironment`."""
 
     answer_end = AnswerEnd()
     graders = (ShapesGrader(),)

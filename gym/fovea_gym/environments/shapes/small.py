@@ -37,7 +37,7 @@ _SMALLEST_BOX = 1 / 24
 
 
 class SmallShapes(Environment):
-    """The environment `shapes_small`; see `config.SmallShapesEnvironment`."""
+    """The environment `shapes_small`, whose settings are `SmallShapesEnvironment`."""
 
     answer_end = AnswerEnd()
     graders = (ShapesGrader(),)
