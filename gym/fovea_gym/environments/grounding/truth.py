@@ -33,7 +33,7 @@ def places_of(cell: object, where: str, *, form: BoxForm = "xyxy", points: bool 
     elif isinstance(cell, list | tuple):
         return tuple(place for each in cell for place in places_of(each, where, form=form, points=points))
     elif cell is None:
-        raise bad_row(where, "the true place is missing, so nothing can be right", "answer_missing")
+        raise bad_row(where, "the true place is missing, so no response can be right", "answer_missing")
     else:
         raise bad_row(where, f"the true place is of type {type(cell).__name__}, not a list of numbers", "answer_kind")
     return tuple(_corners(place, where, form) for place in places)
