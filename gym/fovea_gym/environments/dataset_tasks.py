@@ -184,8 +184,8 @@ def check_answer(
     if settings.answer_key is None and not set(settings.answer_names) & set(columns) and not has_reply:
         others = [column for column in columns if column not in {*PROMPT_KEYS, *settings.image_names}]
         raise DataError(
-            f"{source}: no column is called {' or '.join(settings.answer_names)}, so no response can be right. The columns "
-            f"are {listed(columns)}; set {section}answer_key{nearest(settings.answer_names, others)}"
+            f"{source}: no column is called {' or '.join(settings.answer_names)}, so no response can be right. The "
+            f"columns are {listed(columns)}; set {section}answer_key{nearest(settings.answer_names, others)}"
         )
 
 
