@@ -61,7 +61,7 @@ def _is_number(value: object) -> bool:
 
 
 def _corners(place: Numbers, where: str, form: BoxForm) -> Numbers:
-    """A place with the corners of its box."""
+    """A point, or a box converted to its corners; BadRowError for other numbers."""
     if len(place) not in (2, 4) or not all(map(math.isfinite, place)):
         problem = f"a true place is {list(place)[:8]}, and not a box of four numbers or a point of two"
         raise bad_row(where, problem, "answer_kind")
