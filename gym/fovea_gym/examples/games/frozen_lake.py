@@ -53,7 +53,7 @@ class FrozenLake:
 
 
 def random_lake(side: int, frozen_share: float, rng: np.random.Generator) -> tuple[str, ...]:
-    """A map of independent cells, with start and goal at two of them; there may be no way between the two."""
+    """A map of independent cells, with start and goal at two of them; there may be no path between them."""
     cells = np.where(rng.random(side * side) < frozen_share, "F", "H")
     start, goal = rng.choice(side * side, size=2, replace=False)
     cells[start], cells[goal] = "S", "G"
