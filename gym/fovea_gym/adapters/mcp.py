@@ -71,7 +71,7 @@ class McpTool:
 
 
 class McpConnection:
-    """The connection to one MCP server of the settings."""
+    """The connection to one MCP server that the settings name."""
 
     def __init__(self, name: str, settings: McpServer) -> None:
         self.name = name

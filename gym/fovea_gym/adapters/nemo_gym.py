@@ -176,7 +176,7 @@ def messages_of(row: Row, where: str) -> list[tuple[Role, list[str | ImageUrl]]]
         raise bad_row(where, f"{REQUEST}.input is not a text or a list of messages", "prompt_kind")
     read = [_message(message, where) for message in messages]
     if read[-1][0] != "user":
-        raise bad_row(where, f"the last message is {read[-1][0]}, but a prompt ends with the user's", "prompt_role")
+        raise bad_row(where, f"the last message is {read[-1][0]}, but a prompt must end with the user's", "prompt_role")
     return read
 
 

@@ -66,7 +66,7 @@ class Benchmark(Protocol):
         return self.answer(row)
 
     def kind(self, row: Row) -> str:
-        """The question type by which accuracies are listed."""
+        """The question type of a row, by which accuracies are listed."""
         ...
 
     def is_right(self, row: Row, response: str) -> bool:
@@ -79,12 +79,12 @@ class Benchmark(Protocol):
 
 
 def texts(cell: object) -> list[str]:
-    """The texts of a cell that holds a list; none for any other cell."""
+    """The items of a cell that holds a list, as texts; an empty list for any other cell."""
     return [str(each) for each in cell] if isinstance(cell, list | tuple) else []
 
 
 def letters(options: Sequence[str]) -> str:
-    """The letters of some options: `ABCD`."""
+    """The letters of these options, such as `ABCD`."""
     return "".join(chr(ord("A") + place) for place in range(len(options)))
 
 

@@ -44,7 +44,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def share_estimate(fraction: float, n: int) -> Estimate:
-    """A share of n rows, n at least 1, with its Wilson interval."""
+    """A share of n rows (n >= 1) with its Wilson interval."""
     low, high = wilson_interval(fraction, n)
     return Estimate(mean=fraction, low=low, high=high, n=n)
 

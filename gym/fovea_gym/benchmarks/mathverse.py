@@ -36,5 +36,5 @@ class MathVerse(Benchmark):
 
 
 def quick_match(row: Row, extraction: str) -> bool:
-    """True if an extracted answer is the true one, character by character."""
+    """True if an extracted answer is equal to the true one, character by character."""
     return extraction.replace("Extracted Answer: ", "").strip() == row["answer"]

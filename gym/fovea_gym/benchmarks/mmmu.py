@@ -76,7 +76,7 @@ def picked_letter(options: list[str], response: str) -> str | None:
 
 
 def is_right_open(answers: list[str], response: str) -> bool:
-    """True if one of the answers is among the texts and numbers that a free response may mean."""
+    """True if one of the answers is among the texts and numbers that a free-form response may mean."""
     said = {form for text in _claims(response) for form in _forms(text)}
     expected = [form for answer in answers for form in _forms(answer)]
     return any(

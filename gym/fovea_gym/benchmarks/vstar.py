@@ -1,4 +1,4 @@
-"""V* Bench (Wu and Xie, arXiv 2312.14135): 191 questions of multiple choice about small things in large pictures.
+"""V* Bench (Wu and Xie, arXiv 2312.14135): 191 multiple-choice questions about small objects in large pictures.
 
 Prompt and verdict: lmms-eval's task `vstar_bench`; the authors' script has no rule for written answers, since it takes
 the option with the highest likelihood. If a response has `<answer>` tags or a box, only their content is read, as in

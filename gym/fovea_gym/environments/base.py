@@ -70,7 +70,7 @@ class Environment(ABC):
 
     @abstractmethod
     def target(self, task: Task) -> str:
-        """An answer to the prompt that scores full marks."""
+        """An answer to the prompt that gets full marks."""
 
     def demonstration(self, task: Task) -> Sequence[str]:
         """The model's side of an episode with full marks, one answer per turn; the supervised warm-up trains on it."""

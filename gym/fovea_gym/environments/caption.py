@@ -180,7 +180,7 @@ def chrf(caption: str, references: Sequence[str]) -> float:
 
 
 def bleu(caption: str, references: Sequence[str]) -> float:
-    """Smoothed sentence BLEU, its order at most the number of words (Papineni, P02-1040), by sacrebleu."""
+    """Smoothed sentence BLEU, with an order of at most the number of words (Papineni, P02-1040), by sacrebleu."""
     return _share(_BLEU.sentence_score(caption, references).score)
 
 

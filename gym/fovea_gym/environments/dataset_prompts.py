@@ -35,7 +35,7 @@ def never_right(answer: str, where: str) -> BadRowError:
 
 
 def texts_of(cell: object, where: str) -> Texts:
-    """The messages of a cell; a bare text is the user's."""
+    """The messages of a cell; a bare text becomes a message of the user."""
     messages = cell if isinstance(cell, list | tuple) else [{"role": "user", "content": "" if cell is None else cell}]
     return [_text(message, where) for message in messages]
 
@@ -50,7 +50,7 @@ def check_prompt(texts: Texts, images: Sequence[ImageRef], where: str) -> None:
     """Raise BadRowError unless the prompt ends with a user's text and has a place for every image."""
     if not texts or texts[-1][0] != "user":
         last = texts[-1][0] if texts else "missing"
-        raise bad_row(where, f"the last message is {last}, but a prompt ends with the user's", "prompt_role")
+        raise bad_row(where, f"the last message is {last}, but a prompt must end with the user's", "prompt_role")
     if not texts[-1][1].replace(IMAGE_MARK, "").strip():
         raise bad_row(where, "the prompt is empty, so there is nothing to answer", "prompt_empty")
     interleaved(texts, images, where)

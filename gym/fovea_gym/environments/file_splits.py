@@ -190,7 +190,7 @@ class FileSplits:
             for ref in rows.image_refs(0, next(iter(rows.column(name)))):
                 if isinstance(ref.source, str) and not is_url(ref.source) and not Path(ref.source).exists():
                     raise no_such_image(f"{ref.where} ({ref.source[:200]})")
-        return f"the {len(rows)} training rows, or those that are left of them, share one image"
+        return f"the {len(rows)} training rows, or the remaining ones, share one image"
 
 
 def _cells(rows: Rows, key: str | None) -> list[str] | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The name and figures by which a log describes a stage."""
+    """The name and figures with which logs describe a stage."""
 
     name: str
     facts: Mapping[str, float] = field(default_factory=dict)

@@ -168,7 +168,7 @@ def check_named(spec: str, setting: str) -> tuple[Path, str]:
     named = _setting_of(spec, setting)
     if not file.endswith(".py") or not name.isidentifier():
         fix = file_meant(spec) or "path/to/file.py:name"
-        raise ConfigError(f"{named} does not name a file and something in it; write {fix}")
+        raise ConfigError(f"{named} does not name a file and an object in it; write {fix}")
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(f"{named}: there is no file {path} in {Path.cwd()}; fix the path")

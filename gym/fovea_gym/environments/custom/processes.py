@@ -125,7 +125,7 @@ class UnreadError(EOFError):
 
 
 class RewardProcess:
-    """The trainer's end of the socket to one process."""
+    """One child process, and the trainer's end of the socket to it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()

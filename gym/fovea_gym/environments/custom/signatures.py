@@ -40,7 +40,7 @@ BYTES_PER_TOKEN = 4
 """UTF-8 bytes per token, typical of current vocabularies."""
 _OWN = ("task", "text", "images")
 _COLUMNS = ("data_source", "extra_info", "data_sources", "extra_infos")
-"""Parameters of verl's signature that are columns of the row, or lists of one."""
+"""Parameters of verl's signature that take columns of the row; the plurals take a list with one cell."""
 _ANSWERS = ("solution_str", "predict_str", "reward_input", "solution_strs", "predicts", "reward_inputs")
 """Parameters by which verl's and EasyR1's signatures are recognised: the completion, or a list of completions."""
 BESIDE_PARTS = ("image_parts", "marks", "turns")

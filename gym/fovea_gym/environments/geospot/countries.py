@@ -32,7 +32,7 @@ class _CountryTables(TypedDict):
 _TABLES: _CountryTables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 ALIASES = {code: tuple(names) for code, names in _TABLES["aliases"].items()}
-"""By ISO 3166-1 alpha-2 code. These names outrank every other source."""
+"""Names by ISO 3166-1 alpha-2 code, which take precedence over every other source."""
 
 EXTRA_CODES = _TABLES["extra_codes"]
 """Codes that are in use in addition to ISO's."""
@@ -41,7 +41,7 @@ WORDS_IN_LOWER_CASE = frozenset(_TABLES["words_in_lower_case"])
 """Codes that are also words: they are read as codes only in capitals."""
 
 LONG_FORMS = tuple(_TABLES["long_forms"])
-"""Phrases that may stand before a country's short name."""
+"""Phrases that may come before a country's short name."""
 
 FOREIGN_WORDS = frozenset(_TABLES["foreign_words"])
 """Names of countries in other languages that are also English words."""

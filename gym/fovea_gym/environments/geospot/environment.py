@@ -87,7 +87,8 @@ class GeoSpot(Environment):
         key = next((key for key in self._config.image_names if key in row), None)
         if key is None:
             raise DataError(
-                f"{where}: no column image or image_url among {', '.join(row)}; set {self._section}image_key to one"
+                f"{where}: no column is called image or image_url (the columns are {', '.join(row)}); set "
+                f"{self._section}image_key to one of them"
             )
         return row[key]
 

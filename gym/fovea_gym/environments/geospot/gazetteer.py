@@ -32,7 +32,7 @@ _SHORT_WORDS = {"st": "saint", "ste": "sainte", "mt": "mount", "ft": "fort"}
 
 
 def fold(name: str) -> str:
-    """`"Côte d’Ivoire"` becomes `"cote divoire"`, `"St. Kitts & Nevis"` becomes `"saint kitts and nevis"`."""
+    """Fold a name for comparison: `Côte d’Ivoire` to `cote divoire`, `St. Kitts & Nevis` to `saint kitts and nevis`."""
     text = unicodedata.normalize("NFKC", name).casefold().translate(_LETTERS)
     text = unicodedata.normalize("NFC", _LATIN_MARKS.sub("", unicodedata.normalize("NFKD", text)))
     text = _APOSTROPHES.sub("", text).replace("&", " and ")
@@ -42,7 +42,7 @@ def fold(name: str) -> str:
 
 
 def spellings(name: str) -> frozenset[str]:
-    """The folded name, and the one with umlauts written out."""
+    """The folded name, and the folded name with umlauts written out."""
     written_out = unicodedata.normalize("NFC", name).casefold().translate(_WRITTEN_OUT)
     return frozenset({fold(name), fold(written_out)} - {""})
 

@@ -65,7 +65,7 @@ _US_STATES = frozenset(_STATE_CODES.split())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceAnswer:
-    """The fields of an answer as they were written; None for what is missing or cannot be read."""
+    """The fields of an answer as they were written; None for fields that are missing or cannot be read."""
 
     country: str | None = None
     region: str | None = None
@@ -202,7 +202,7 @@ def _from_lines(text: str) -> PlaceAnswer | None:
 
 
 def _from_line(line: str) -> PlaceAnswer | None:
-    """`Paris, Île-de-France, France, 48.86, 2.35`; fewer parts name the country, or city and country."""
+    """The place in `Paris, Île-de-France, France, 48.86, 2.35`; fewer parts are the country, or city and country."""
     line = _BARE_DEGREES.sub("", _BULLET.sub("", plain(line)).strip(_EDGES + "()"))
     if len(line) > _MAX_LINE_CHARS:
         return None

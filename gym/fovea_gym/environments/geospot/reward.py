@@ -56,12 +56,12 @@ _BEFORE_A_CITY = re.compile(r"^(?:city of )?(?:ciudad de )?(?:greater )?(?:downt
 
 
 def same_region(given: str, truth: str, country: str | None) -> bool:
-    """`"Bavaria"`, `"Bayern"`, `"State of Bavaria"` and `"BY"` are one region of DE."""
+    """True if two names mean the same region: `Bavaria`, `Bayern`, `State of Bavaria` and `BY` do in DE."""
     return any(not _region_keys(form).isdisjoint(_region_answers(truth, country)) for form in _candidates(given))
 
 
 def same_city(given: str, truth: str, country: str | None, at: LatLon | None = None) -> bool:
-    """`"Munich"` and `"München"` are one city of DE; `at`, the true point, distinguishes cities of one name."""
+    """True if two names mean the same city, as `Munich` and `München`; `at`, the true point, separates namesakes."""
     return any(not _city_keys(form).isdisjoint(_city_answers(truth, country, at)) for form in _candidates(given))
 
 
@@ -88,7 +88,7 @@ def _region_keys(name: str) -> frozenset[str]:
 
 
 def _without_kind(name: str) -> str:
-    """`"province of limburg"` and `"limburg province"` are `"limburg"`; a name that is only a kind stays."""
+    """Reduce `province of limburg` and `limburg province` to `limburg`; a name that is only a kind stays as it is."""
     words = name.split()
     while len(words) > 1 and words[-1] in KINDS_OF_REGION:
         words.pop()
@@ -148,7 +148,7 @@ STARTS = (100, 300, 600, 1000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownPlace:
-    """Place where a picture was taken, as far as known."""
+    """The place where a picture was taken, as far as it is known."""
 
     country: str | None = None
     """ISO 3166-1 alpha-2 code."""

@@ -113,7 +113,7 @@ def grade(text: str, truth: Sequence[Numbers], frame: tuple[float, float], rule:
         is_formatted = all(valid) and (bool(places) or answer.says_none)
         places = [place if _counts(place, rule) else _NOWHERE for place in places]
     formatted = float(is_formatted and _is_tagged(text, answer, rule))
-    # the centre of a box is a point where one is asked
+    # where points are asked for, a box counts as its centre
     read = [centre(_box(place)) if rule.points and len(place) == 4 else place for place in places]
     measure = {"box": _one_box, "boxes": _boxes, "point": _one_point, "points": _points}[rule.ask]
     quality, accuracy, parts = measure(read, truth, rule)

@@ -31,7 +31,7 @@ _SLACK = 0.5
 _TRIES_PER_OBJECT = 40
 _NOISE_STD = 3.0
 _SQUARE_SIDE = 0.92
-"""Side of a square, relative to the diameter of its spot: its area is then near a circle's."""
+"""Side of a square, relative to the diameter of its spot, so that its area is close to that of a circle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

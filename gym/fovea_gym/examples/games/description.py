@@ -21,7 +21,7 @@ HOW = (
 )
 _PLAYER = "@+PXV"
 _THINGS = {"box": "$*", "target": ".*+", "goal": "GV", "hole": "HX"}
-"""Characters of the boards' lines that show a thing."""
+"""The characters that show each kind of thing on a board."""
 _VERTICAL, _HORIZONTAL = ("same row", "below", "above"), ("same column", "right", "left")
 """Words for the signs 0, 1 and -1 of the offset from the player."""
 _WHERE = rf"(?:is|will be) ((?:{'|'.join(_VERTICAL)}) and (?:{'|'.join(_HORIZONTAL)}))\b"

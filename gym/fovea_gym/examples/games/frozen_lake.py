@@ -22,7 +22,7 @@ class FrozenLake:
 
     @classmethod
     def read(cls, lines: Sequence[str]) -> FrozenLake:
-        """The lake of a map with its start S, as gymnasium writes it."""
+        """Read a map in gymnasium's format, with its start S."""
         (start,) = cells_of(lines, "S")
         return cls(ice=tuple(line.replace("S", "F") for line in lines), player=start)
 

@@ -24,7 +24,7 @@ class Sokoban:
 
     @classmethod
     def read(cls, lines: Sequence[str]) -> Sokoban:
-        """The room of a level: # wall, - floor, . target, $ box, * box on a target, @ player, + player on a target."""
+        """Read a level: # wall, - floor, . target, $ box, * box on a target, @ player, + player on a target."""
         room = str.maketrans({"$": "-", "@": "-", "*": ".", "+": "."})
         (player,) = cells_of(lines, "@+")
         return cls(
