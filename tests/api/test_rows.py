@@ -199,7 +199,7 @@ def test_what_broken_rows_are_told(case: str) -> None:
         (
             {"photo": "image", "question": None},
             None,
-            r"where is the question\? The columns are image, answer; set environment.prompt_key to one of them$",
+            r"the question was not found. The columns are image, answer; set environment.prompt_key to one of them$",
         ),
         ({}, None, r"rows: no column is called images or image, so where are the pictures"),
     ],

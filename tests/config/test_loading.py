@@ -220,7 +220,7 @@ def test_what_a_bad_override_is_told(recipe: Path, override: str, message: str) 
     [
         ({"name": "shapes", "level": [1, 1]}, "level=[1, 1] names a level twice"),
         ({"name": "vqa", "train_files": ["a"]}, "test_files: must be set, or {}test_share=0.1"),
-        ({"name": "frozen_lake", "state_reward": 1.0}, "state_reward is for descriptions in a thought, and {}think="),
+        ({"name": "frozen_lake", "state_reward": 1.0}, "state_reward is for descriptions in a thought, but {}think="),
         ({"name": "mixture", "parts": {}}, "parts is empty, so there are no rows"),
         (
             {"name": "vqa", "train_files": ["a"], "test_share": 0.1, "prompt_template": "Reply as .json"},

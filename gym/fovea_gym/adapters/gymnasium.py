@@ -1,7 +1,7 @@
-"""Environments of gymnasium: `render()` is the picture, and the model answers with the name of a discrete action.
+"""Gymnasium environments: the model sees the picture of `render()` and answers with the name of a discrete action.
 
-A row is a seed: all episodes of a group begin in the state that `reset(seed)` gives. Chance after that, such as a
-slippery field, comes from the episode's own seed. Every call runs in a thread, since `step` may block.
+A row is a seed: all episodes of a group begin in the state after `reset(seed)`. Later randomness, such as slippery ice,
+comes from the episode's own seed. Every call runs in a thread, since `step` may block.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ except ImportError as error:
         f"the environment gymnasium needs the package gymnasium; {pip_install('gymnasium')}"
     ) from error
 
-_TAG = re.compile(r"<action>(.*?)(</action>|\Z)", re.DOTALL | re.IGNORECASE)  # one that is not closed is read once
+_TAG = re.compile(r"<action>(.*?)(</action>|\Z)", re.DOTALL | re.IGNORECASE)  # unclosed: to the end, in linear time
 
 
 class Gymnasium(Environment):
-    """The environment `gymnasium`; see `config.GymnasiumEnvironment`."""
+    """The environment `gymnasium`, whose settings are `GymnasiumEnvironment`."""
 
     graders = (ScoredBySession("gymnasium"),)
     has_demonstrations = False
 
     def __init__(self, config: GymnasiumEnvironment, section: str = "") -> None:
-        """Make the environment once; ConfigError where that fails, or its actions or pictures do not fit.
+        """Make the environment once, to check it; ConfigError if that fails or its actions or pictures do not fit.
 
-        `section` stands before the names of settings in errors.
+        `section` is the prefix of setting names in errors.
         """
         self._config = config
         self._named = f"{section}id={config.id}"
@@ -68,11 +68,11 @@ class Gymnasium(Environment):
         return (Message(role="user", parts=(*task.images, task.question)),)
 
     def target(self, task: Task) -> str:
-        """An action in the form of an answer; the actions that succeed are not known."""
+        """Some action in the answer format; nobody knows which actions succeed."""
         return f"<action>{self.actions[0]}</action>"
 
     async def open(self, task: Task, seed: int) -> GymnasiumSession:
-        """Begin the episode of a row; NoScoreError where the environment raises."""
+        """Begin an episode in the state of the row's seed; NoScoreError if the environment raises."""
         row = task.row["seed"]
         assert isinstance(row, int), task.id
         env = await self._threads.run(lambda: self._begun(row))
@@ -98,7 +98,7 @@ class Gymnasium(Environment):
 
 
 class GymnasiumSession(Session):
-    """One episode in an environment of gymnasium, which scores it by the rewards of its steps."""
+    """One episode in a gymnasium environment, scored by the rewards of its steps."""
 
     def __init__(
         self,
@@ -118,14 +118,14 @@ class GymnasiumSession(Session):
         self._is_over = self._has_succeeded = False
 
     async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        """The picture after the action of the last turn; None once the environment is terminated or truncated."""
+        """The picture after the action of the last turn; None once the episode is terminated or truncated."""
         replied: list[Message] = []
         await self._threads.run(lambda: replied.extend(self._played(turns[-1].text)))
         return replied or None
 
     async def score(self, turns: Sequence[Turn]) -> Score:
-        """The sum of the rewards, each that of a turn; accuracy 1 for success."""
-        if not self._is_over and len(turns) > len(self._rewards):  # at the limit of turns nobody asked for a reply
+        """The sum of the rewards of all turns; the accuracy is 1 for success."""
+        if not self._is_over and len(turns) > len(self._rewards):  # the last turn before the limit gets no reply
             await self._threads.run(lambda: self._played(turns[-1].text))
         return Score(
             reward=sum(self._rewards),
@@ -139,7 +139,7 @@ class GymnasiumSession(Session):
         await self._threads.run(self._env.close)
 
     def _played(self, text: str) -> tuple[Message, ...]:
-        """Play the action in a text, and return the messages that follow; none at the end."""
+        """Play the action in a text and return the messages that follow; none if the episode is over."""
         action = action_in(text, self._actions)
         if action is None:
             self._num_invalid += 1
@@ -156,7 +156,7 @@ class GymnasiumSession(Session):
 
 
 def action_in(text: str, actions: Sequence[str]) -> str | None:
-    """The action that a text names: in its last `<action>` tag, or without tags the only one named; None for others."""
+    """The action in a text's last `<action>` tag or, without tags, the only action that it names; otherwise None."""
     by_name = {action.casefold(): action for action in actions}
     tags = [content for content, closing in _TAG.findall(text) if closing]
     if tags:
@@ -166,15 +166,15 @@ def action_in(text: str, actions: Sequence[str]) -> str | None:
 
 
 def picture_of(env: gymnasium.Env[Any, Any], name: str) -> ImageRef:
-    """The picture of `render()`; DataError for anything but RGB values."""
+    """The picture that `render()` returns; DataError if it is not an array of RGB values."""
     pixels_YXC = env.render()
     if not (isinstance(pixels_YXC, np.ndarray) and pixels_YXC.dtype == np.uint8 and pixels_YXC.shape[2:] == (3,)):
         shape = getattr(pixels_YXC, "shape", "")
         raise DataError(
             f"{name}: render() returned {type(pixels_YXC).__name__} {shape}, which is not a picture; "
-            "return uint8 values of numpy in the shape [height, width, 3] (render_mode rgb_array)"
+            "return a numpy array of uint8 with the shape [height, width, 3] (render_mode rgb_array)"
         )
-    # copied: some environments draw the next state into the same memory
+    # copied, since some environments draw the next state into the same array
     return ImageRef(source=pixels_YXC.copy(), where=f"render() of {name}")
 
 
@@ -183,24 +183,24 @@ def _how(actions: Sequence[str]) -> str:
 
 
 def _maker(config: GymnasiumEnvironment, section: str) -> Callable[[], gymnasium.Env[Any, Any]]:
-    """A function that makes the environment: of the user's class in a file, or of gymnasium's registry."""
+    """A function that makes the environment, from a class in the user's file or from gymnasium's registry."""
     kwargs: dict[str, Any] = dict(config.kwargs)
     if ".py:" not in config.id:
-        # the checker warns about spaces of others, which a run cannot change
+        # the checker warns about the environment's spaces, which a run cannot change
         return lambda: gymnasium.make(config.id, render_mode="rgb_array", disable_env_checker=True, **kwargs)
     made = load_named(config.id, f"{section}id")
     if not (isinstance(made, type) and issubclass(made, gymnasium.Env)):
-        raise ConfigError(f"{section}id={config.id} is not a class of gymnasium.Env; derive it from that")
+        raise ConfigError(f"{section}id={config.id} is not a subclass of gymnasium.Env; derive it from gymnasium.Env")
     return lambda: made(**kwargs)
 
 
 def _actions(env: gymnasium.Env[Any, Any], config: GymnasiumEnvironment, section: str) -> tuple[str, ...]:
-    """The names of the actions, in order; ConfigError where the action space is not one of so many."""
+    """The names of the actions, in the order of their numbers; ConfigError if they do not fit the action space."""
     space = env.action_space
     if not isinstance(space, Discrete):
         raise ConfigError(
-            f"{section}id={config.id} has the action space {space}, and only Discrete has actions with names; wrap "
-            "it in an environment of discrete actions"
+            f"{section}id={config.id} has the action space {space}, but actions can be named only in a Discrete "
+            "space; wrap it in an environment with discrete actions"
         )
     names = config.actions or tuple(map(str, range(int(space.start), int(space.start + space.n))))
     if len(names) != space.n:

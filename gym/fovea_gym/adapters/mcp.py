@@ -1,8 +1,8 @@
-"""Tools of MCP servers, by the client of the package `mcp`: over stdin and stdout of a process, or streamable HTTP.
+"""Tools of MCP servers, called with the client of the package `mcp` over stdin and stdout or streamable HTTP.
 
-A server is connected to once for a run, on an event loop beside the run's. Whenever it has ended, the calls that find
-it ended fail, and the next one connects again. Its tools are listed once, at the start. What it writes is bounded:
-characters and pictures of a result here, bytes and pixels of a picture where it is opened.
+A run connects to each server once, on an event loop separate from the run's. If a server has ended, the calls that
+notice it fail, and the next call reconnects. Tools are listed once, at the start. Output is bounded: characters and
+pictures of a result here, bytes and pixels of a picture where it is opened.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ except ImportError as error:
 LOG = logging.getLogger(__name__)
 MAX_TOOLS = 128
 MAX_RESULT_CHARACTERS = 20_000
-"""Of each of its texts."""
+"""Most characters of each text in a result; the rest is cut off."""
 MAX_RESULT_BLOCKS = 64
 MAX_RESULT_PICTURES = 8
-# it prints a traceback for each line that is not the protocol's, which `_noted` reports in one line
+# the client logs a traceback for each line that is not part of the protocol; `_noted` reports it in one line
 logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
 
 
@@ -66,12 +66,12 @@ class McpTool:
     server: McpConnection
 
     async def call(self, arguments: Mapping[str, object], pictures: Sequence[Picture]) -> Sequence[str | ImageRef]:
-        """Texts and pictures of the result; ToolError where the tool says that it failed, or the server does."""
+        """Call the tool and return its texts and pictures; ToolError if the tool or the server reports a failure."""
         return parts_of(await self.server.call(self.spec.name, arguments), f"{self.server.name}.{self.spec.name}")
 
 
 class McpConnection:
-    """The connection to one MCP server of the settings."""
+    """The connection to one MCP server that the settings name."""
 
     def __init__(self, name: str, settings: McpServer) -> None:
         self.name = name
@@ -82,29 +82,31 @@ class McpConnection:
         self._has_printed = False
 
     def tools(self) -> tuple[McpTool, ...]:
-        """Connect, and list the tools; ConfigError where the server cannot be reached, or lacks a tool."""
+        """Connect and list the tools; ConfigError if the server cannot be reached or lacks a requested tool."""
         try:
             listed = self._loop.wait(self._listed())
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(
-                f"MCP server {self.name} ({self._place}) gives no tools ({first_line(_innermost(error))}); "
+                f"MCP server {self.name} ({self._place}) did not list its tools ({first_line(_innermost(error))}); "
                 "start it, or correct its command or url"
             ) from error
         specs = {spec.name: spec for spec in listed}
         names = self._settings.tools or tuple(specs)
         for name in names:
             if name not in specs:
-                raise ConfigError(f"MCP server {self.name} has {', '.join(specs)}, and not {name}; correct its tools")
+                raise ConfigError(
+                    f"MCP server {self.name} has no tool {name}, only {', '.join(specs)}; correct its setting `tools`"
+                )
         if len(names) > MAX_TOOLS:
             raise ConfigError(
-                f"MCP server {self.name} has {len(names)} tools, more than {MAX_TOOLS}; choose some by tools=(...)"
+                f"MCP server {self.name} has {len(names)} tools, more than {MAX_TOOLS}; choose some with tools=(...)"
             )
         return tuple(McpTool(spec=specs[name], server=self) for name in names)
 
     async def call(self, tool: str, arguments: Mapping[str, object]) -> CallToolResult:
-        """Call a tool; ToolError where the server has ended, is late, or refuses the call."""
+        """Call a tool; ToolError if the server has ended, exceeds its time limit or refuses the call."""
         try:
             return await self._loop.run(self._called(tool, arguments))
         except Exception as error:
@@ -113,7 +115,7 @@ class McpConnection:
             raise ToolError(f"MCP server {self.name} {text}") from error
 
     def close(self) -> None:
-        """Disconnect, and end the server if a command has started it."""
+        """Disconnect, and end the server if this connection started it with a command."""
         self._loop.close(self._end)
 
     @property
@@ -149,7 +151,7 @@ class McpConnection:
         return await asyncio.shield(self._client)
 
     async def _serve(self, ready: asyncio.Future[Client]) -> None:
-        """Hold the connection; the package wants it to be opened and closed in one task."""
+        """Keep the connection open; the package requires it to be opened and closed in the same task."""
         try:
             async with AsyncExitStack() as stack:
                 server = await self._server(stack)
@@ -183,12 +185,12 @@ class McpConnection:
         return streamable_http_client(settings.url, http_client=await stack.enter_async_context(client))
 
     async def _noted(self, message: object) -> None:
-        """Say once that a server prints to stdout, which carries its messages."""
+        """Warn once if the server prints to stdout, which carries the protocol's messages."""
         if isinstance(message, ValueError) and not self._has_printed:
             self._has_printed = True
             LOG.warning(
-                "MCP server %s prints to stdout, which carries the protocol, and those lines are "
-                "skipped; have it print to stderr",
+                "MCP server %s prints to stdout, which carries the protocol; those lines are "
+                "skipped; make it print to stderr",
                 self.name,
             )
 
@@ -234,7 +236,7 @@ def _picture(block: ImageContent, tool: str) -> ImageRef:
 
 
 def _check_address(name: str, host: str, allow_private: bool) -> None:
-    """ConfigError for a host in a private network, unless it is allowed or this machine's loopback."""
+    """Raise ConfigError for a host in a private network, unless that is allowed or the host is this machine."""
     addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     private = sorted(each for each in addresses if not is_loopback(each) and not is_public(each))
     if private and not allow_private:
@@ -245,7 +247,7 @@ def _check_address(name: str, host: str, allow_private: bool) -> None:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The first error in groups of them, which the package's task groups raise."""
+    """The first exception inside nested exception groups, which the package's task groups raise."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,9 +1,9 @@
-"""Environments of NeMo-Gym: a resources server with tools and the reward, by its published protocol of HTTP and JSON.
+"""NeMo-Gym environments: a resources server that provides tools and rewards, over its published HTTP protocol.
 
-A row of a data set holds a request of OpenAI's Responses API, messages and tools. An episode is a session of the
-server, known by its cookies: `/seed_session` opens it, a call is a POST to `/NAME_OF_THE_TOOL`, and `/verify` gets the
-row with the whole conversation and answers with the reward. The package `nemo-gym` is not needed: Fovea takes the place
-of its agent and model servers.
+A row of a data set holds an OpenAI Responses API request with messages and tools. An episode is a session on the
+server, identified by its cookies: `/seed_session` opens it, a tool call is a POST to `/NAME_OF_THE_TOOL`, and `/verify`
+receives the row with the whole conversation and returns the reward. The package `nemo-gym` is not needed: Fovea
+replaces its agent and model servers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from fovea_gym.types import ImageRef, Message, Role, Score, Task, ToolSpec, Turn
 from fovea_gym.utils.http_json import CallBounds, CallError, JsonServer
 
 REQUEST = "responses_create_params"
-"""Column of the request."""
+"""Name of the column that holds the request."""
 MAX_ANSWER_BYTES = 16 << 20
 MAX_RESULT_CHARACTERS = 20_000
 _ROLES: Mapping[object, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CALL = re.compile(r"<\|?tool_call\|?>")
-"""Begins a call in the texts of the families whose formats are known (`utils.tool_calls`)."""
+"""Start of a tool call in the texts of the model families whose formats are known (`fovea_gym.tools.calls`)."""
 Row = Mapping[str, object]
 
 
@@ -49,7 +49,7 @@ class ImageUrl:
 
 
 class NemoGym(Environment):
-    """The environment `nemo_gym`; see `config.NemoGymEnvironment`."""
+    """The environment `nemo_gym`, whose settings are `NemoGymEnvironment`."""
 
     graders = (ScoredBySession("nemo_gym"),)
     has_demonstrations = False
@@ -70,15 +70,15 @@ class NemoGym(Environment):
         ]
 
     def target(self, task: Task) -> str:
-        """Nothing: the answers that succeed are known to the server only."""
+        """An empty text, since only the server knows which answers succeed."""
         return ""
 
     def tools(self, task: Task) -> Sequence[Tool]:
-        """The tools of a row, for its prompt; an episode calls its session's tools."""
+        """The tools that a row's prompt lists; an episode calls those of its session."""
         return [GymTool(spec=spec) for spec in specs_of(task.row, task.id)]
 
     async def open(self, task: Task, seed: int) -> GymSession:
-        """Begin a session of the server with a row; NoScoreError where that fails. The server draws its own numbers."""
+        """Open a session on the server for a row; NoScoreError if that fails. The server does not take the seed."""
         limit = self._config.session.deadline_seconds
         bounds = CallBounds(timeout_seconds=limit, calls_at_once=8, max_reply_bytes=MAX_ANSWER_BYTES)
         session = GymSession(JsonServer(self._config.url.rstrip("/"), bounds), task)
@@ -94,7 +94,7 @@ class GymSession(Session):
     """One session on the server, which scores the conversation."""
 
     def __init__(self, server: JsonServer, task: Task) -> None:
-        self._server = server  # its client keeps the cookies of the session
+        self._server = server  # its HTTP client keeps the cookies of the session
         self._task = task
         self._made: list[dict[str, str]] = []
 
@@ -106,11 +106,11 @@ class GymSession(Session):
         return [GymTool(spec=spec, session=self) for spec in specs_of(self._task.row, self._task.id)]
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> str:
-        """The text of a tool's answer; an answer of the server that is an error is one for the model too."""
+        """Call a tool and return its output as text; the model is also given the text of an HTTP error."""
         made = {"name": name, "arguments": json.dumps(arguments), "output": ""}
-        self._made.append(made)  # at once: calls of a turn begin in the order in which the model wrote them
+        self._made.append(made)  # before the await: the calls of a turn begin in the order that the model wrote
         try:
-            # in the form in which the server's framework writes it
+            # in the JSON form that the server's framework writes
             output = json.dumps(await self._server.post(f"/{name}", arguments), separators=(",", ":"))
         except CallError as error:
             if error.status is None:
@@ -124,11 +124,11 @@ class GymSession(Session):
         return None
 
     async def score(self, turns: Sequence[Turn]) -> Score:
-        """The reward of `/verify`, and where it has several objectives their values as parts."""
+        """The reward that `/verify` returns; its parts are the values of the objectives, if there are several."""
         answer = await self._asked("/verify", {**self._task.row, "response": self._response(turns)})
         reward = answer.get("reward") if isinstance(answer, Mapping) else None
         if not _is_finite(reward):
-            raise NoScoreError(f"at {self._server.url} verifies with the reward {reward!r:.60}, which is not a number")
+            raise NoScoreError(f"at {self._server.url} returned the reward {reward!r:.60}, which is not a number")
         objectives = answer.get("reward_components")
         found = objectives.items() if isinstance(objectives, Mapping) else ()
         parts = {str(name)[:60]: float(value) for name, value in islice(found, 20) if _is_finite(value)}
@@ -141,10 +141,10 @@ class GymSession(Session):
         try:
             return await self._server.post(path, body)
         except CallError as error:
-            raise NoScoreError(f"at {self._server.url} fails in {path} ({error})") from error
+            raise NoScoreError(f"at {self._server.url} failed in {path} ({error})") from error
 
     def _response(self, turns: Sequence[Turn]) -> dict[str, object]:
-        """The conversation after the prompt as a response of the Responses API."""
+        """The conversation after the prompt, in the format of a Responses API response."""
         made, output = iter(self._made), list[dict[str, object]]()
         for place, turn in enumerate(turns):
             replied = turns[place + 1].messages if place + 1 < len(turns) else ()
@@ -158,7 +158,7 @@ class GymSession(Session):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GymTool:
-    """A tool of the server; with a session, one that can be called."""
+    """A tool of the server; only with a session can it be called."""
 
     spec: ToolSpec
     session: GymSession | None = None
@@ -169,19 +169,19 @@ class GymTool:
 
 
 def messages_of(row: Row, where: str) -> list[tuple[Role, list[str | ImageUrl]]]:
-    """Roles and parts of the messages of a row; BadRowError naming `where`."""
+    """Roles and parts of the messages of a row; for malformed ones, BadRowError that names `where`."""
     given = _request(row, where).get("input")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, list) or not messages:
         raise bad_row(where, f"{REQUEST}.input is not a text or a list of messages", "prompt_kind")
     read = [_message(message, where) for message in messages]
     if read[-1][0] != "user":
-        raise bad_row(where, f"the last message is {read[-1][0]}, but a prompt ends with the user's", "prompt_role")
+        raise bad_row(where, f"the last message is {read[-1][0]}, but a prompt must end with the user's", "prompt_role")
     return read
 
 
 def specs_of(row: Row, where: str) -> list[ToolSpec]:
-    """The tools of a row; BadRowError for one that is not a function of the server."""
+    """The tools of a row; BadRowError for a tool that is not a function with a name."""
     specs = list[ToolSpec]()
     for tool in _request(row, where)["tools"]:
         match tool:
@@ -196,7 +196,8 @@ def specs_of(row: Row, where: str) -> list[ToolSpec]:
 def _check(rows: Rows, setting: str) -> None:
     if REQUEST not in rows.columns:
         raise DataError(
-            f"{setting}: no column {REQUEST}; give rows of NeMo-Gym. The columns are {', '.join(rows.columns)[:200]}"
+            f"{setting}: there is no column {REQUEST} (the columns are {', '.join(rows.columns)[:200]}); give rows in "
+            "NeMo-Gym's format"
         )
 
 
@@ -226,7 +227,7 @@ def _message(message: object, where: str) -> tuple[Role, list[str | ImageUrl]]:
         case {"role": str() as role, "content": str() | list() as content} if role in _ROLES:
             parts = [content] if isinstance(content, str) else content
             return _ROLES[role], [_part(part, where) for part in parts]
-    raise bad_row(where, f"{json.dumps(message)[:80]} is not a message of a system or a user", "prompt_kind")
+    raise bad_row(where, f"{json.dumps(message)[:80]} is not a message with role and content", "prompt_kind")
 
 
 def _part(part: Any, where: str) -> str | ImageUrl:
@@ -242,7 +243,7 @@ def _part(part: Any, where: str) -> str | ImageUrl:
 
 
 def _answer(text: str, place: int) -> dict[str, object]:
-    """An answer as an item of the output, without the texts of its calls."""
+    """An answer as an item of the output, without the text of its tool calls."""
     words = _CALL.split(text, maxsplit=1)[0].strip()
     content: list[dict[str, object]] = [{"type": "output_text", "text": words, "annotations": []}]
     return {"type": "message", "id": f"msg_{place}", "role": "assistant", "status": "completed", "content": content}
@@ -258,5 +259,5 @@ def _calls(made: Iterator[Mapping[str, str]], place: int) -> Iterator[dict[str, 
 
 
 def _is_finite(value: object) -> TypeGuard[float]:
-    # compared as it is: a whole number may be too large for a float
+    # compared without conversion, since an int may be too large for a float
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

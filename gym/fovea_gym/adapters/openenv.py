@@ -1,9 +1,9 @@
-"""Environments on an OpenEnv server, by OpenEnv's published protocol of JSON messages over a WebSocket.
+"""Environments on an OpenEnv server, over OpenEnv's published protocol of JSON messages on a WebSocket.
 
 An episode is one connection, for which the server keeps one environment (OpenEnv's `/reset` and `/step` over HTTP keep
-no state between calls). The package `openenv` is not needed: it brings a web framework and pins that do not go with
-Fovea's. A row is a seed: the prompt shows the observation of `reset`, and an episode that does not get the same one
-fails, since its model would have been shown another state.
+no state between calls). The package `openenv` is not used: it brings a web framework and version pins that conflict
+with Fovea's. A row is a seed: the prompt shows the observation of `reset`. If the `reset` of an episode returns another
+observation, the episode fails, since the prompt would show the wrong state.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ MAX_TEXT_CHARACTERS = 20_000
 MAX_PICTURES = 8
 """Most pictures of one field."""
 RESET_SECONDS = 120
-"""Longest wait for the observation that a prompt shows; replies have the deadline of `environment.session`."""
-_TAG = re.compile(r"<action>(.*?)(</action>|\Z)", re.DOTALL | re.IGNORECASE)  # one that is not closed is read once
+"""Time limit for the observation that a prompt shows; replies have the deadline of `environment.session`."""
+_TAG = re.compile(r"<action>(.*?)(</action>|\Z)", re.DOTALL | re.IGNORECASE)  # unclosed: to the end, in linear time
 _PICTURE_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
 class OpenEnv(Environment):
-    """The environment `openenv`; see `config.OpenEnvEnvironment`."""
+    """The environment `openenv`, whose settings are `OpenEnvEnvironment`."""
 
     graders = (ScoredBySession("openenv"),)
     has_demonstrations = False
 
     def __init__(self, config: OpenEnvEnvironment, section: str = "") -> None:
-        """Reset the environment once; ConfigError where no server answers, or a key is not in its observation.
+        """Reset the environment once, to check it; ConfigError if no server answers or its observation lacks a key.
 
-        `section` stands before the names of settings in errors.
+        `section` is the prefix of setting names in errors.
         """
         self._config = config
         self._section = section
@@ -79,11 +79,11 @@ class OpenEnv(Environment):
         return (Message(role="user", parts=(*task.images, task.question)),)
 
     def target(self, task: Task) -> str:
-        """The form of an answer; the actions that succeed are not known."""
+        """The tags of an answer, left empty: nobody knows which actions succeed."""
         return "<action></action>"
 
     async def open(self, task: Task, seed: int) -> OpenEnvSession:
-        """Begin the episode of a row; NoScoreError where the server fails, or resets to another observation."""
+        """Begin the episode of a row; NoScoreError if the server fails or the observation is not the prompt's."""
         row = task.row["seed"]
         assert isinstance(row, int), task.id
         server = await _Server.connected(self._config.url)
@@ -91,9 +91,9 @@ class OpenEnv(Environment):
             first = parts_of(await server.ask("reset", self._reset(row)), self._config)
             if _digest(first) != task.row["shown"]:
                 raise NoScoreError(
-                    f"at {self._config.url} resets seed {row} to another observation than before, so that the prompt "
-                    "would show another state; use an environment that follows its seed, or leave the key that "
-                    f"differs out of {self._section}text_keys and image_keys"
+                    f"at {self._config.url} resets seed {row} to another observation than before, so the prompt "
+                    "would show another state; use an environment that follows its seed, or remove the key that "
+                    f"differs from {self._section}text_keys or image_keys"
                 )
         except BaseException:
             await server.close()
@@ -105,7 +105,9 @@ class OpenEnv(Environment):
         try:
             parts = self._first(seed)
         except NoScoreError as error:
-            raise DataError(f"{split}/{row}: {self._section}url={self._config.url} {error}; start it again") from error
+            raise DataError(
+                f"{split}/{row}: {self._section}url={self._config.url} {error}; restart the server"
+            ) from error
         texts = [part for part in parts if isinstance(part, str)]
         images = tuple(part for part in parts if isinstance(part, ImageRef))
         question = "\n".join([*texts, self._config.prompt])
@@ -140,18 +142,18 @@ class OpenEnvSession(Session):
         self._is_over = False
 
     async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        """The observation after the action of the last turn; None once the server says that it is done."""
+        """The observation after the action of the last turn; None once the server reports that the episode is done."""
         return await self._played(turns[-1].text) or None
 
     async def score(self, turns: Sequence[Turn]) -> Score:
-        """The sum of the rewards, each that of a turn; accuracy 1 for a last reward above 0 at the end."""
-        if not self._is_over and len(turns) > len(self._rewards):  # at the limit of turns nobody asked for a reply
+        """The sum of the rewards of all turns; the accuracy is 1 if the episode is done with a last reward above 0."""
+        if not self._is_over and len(turns) > len(self._rewards):  # the last turn before the limit gets no reply
             await self._played(turns[-1].text)
         has_succeeded = self._is_over and self._rewards[-1] > 0
         return Score(reward=sum(self._rewards), accuracy=float(has_succeeded), turns=tuple(self._rewards))
 
     async def close(self) -> None:
-        """Close the connection, with which the server closes the environment."""
+        """Close the connection; the server then closes the environment."""
         await self._server.close()
 
     async def _played(self, text: str) -> tuple[Message, ...]:
@@ -170,7 +172,7 @@ class OpenEnvSession(Session):
 
 
 class _Server:
-    """A connection to the server; its failures are NoScoreErrors that go on from the environment's name."""
+    """A connection to the server; the text of its NoScoreErrors continues a sentence after the environment's name."""
 
     def __init__(self, connection: ClientConnection, url: str) -> None:
         self._connection = connection
@@ -180,13 +182,13 @@ class _Server:
     async def connected(url: str) -> _Server:
         address = f"ws{url.removeprefix('http').rstrip('/')}/ws"
         try:
-            # no proxy: one elsewhere would connect to its own localhost
+            # ignore proxies: a proxy would connect to its own localhost
             return _Server(await connect(address, max_size=MAX_MESSAGE_BYTES, proxy=None), url)
         except (OSError, WebSocketException) as error:
             raise NoScoreError(f"cannot be reached at {address} ({first_line(error)})") from error
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Observed:
-        """The observation that answers a message."""
+        """Send a message and return the observation that answers it."""
         try:
             await self._connection.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(await self._connection.recv())
@@ -205,9 +207,9 @@ class _Server:
 
 
 def action_in(text: str, action_key: str | None) -> dict[str, Any] | None:
-    """The action in the last `<action>` tag of a text, or in the whole text; None where it is not one.
+    """The action in the last `<action>` tag of a text, or in the whole text without tags.
 
-    It is the field `action_key`, or without that a JSON object.
+    The content is the value of `action_key` or, if that is None, a JSON object; None if it is not an object.
     """
     tags = [content for content, closing in _TAG.findall(text) if closing]
     content = (tags[-1] if tags else text).strip()
@@ -221,14 +223,16 @@ def action_in(text: str, action_key: str | None) -> dict[str, Any] | None:
 
 
 def parts_of(observed: Observed, config: OpenEnvEnvironment) -> tuple[str | ImageRef, ...]:
-    """The texts and pictures of an observation, by the keys of the settings; NoScoreError where one is missing.
+    """The texts and pictures of an observation under the keys in the settings; NoScoreError if a key is missing.
 
     A key whose value is null, such as a screenshot that was not taken, is left out.
     """
     observation = observed["observation"]
     for key in (*config.image_keys, *config.text_keys):
         if key not in observation:
-            raise NoScoreError(f"observes {', '.join(map(str, observation))}, and not {key}; correct its settings")
+            raise NoScoreError(
+                f"returned an observation with {', '.join(map(str, observation))}, without {key}; correct its settings"
+            )
     parts: list[str | ImageRef] = []
     for key in config.image_keys:
         if observation[key] is not None:
@@ -241,7 +245,7 @@ def parts_of(observed: Observed, config: OpenEnvEnvironment) -> tuple[str | Imag
 
 
 def _pictures(value: Any, shape: Any, key: str) -> list[ImageRef]:
-    """The pictures of a field: encoded in base64 (one, a list, a data URI), or values as nested or flat lists."""
+    """The pictures of a field: base64 text (one, a list, or a data URI), or pixel values in nested or flat lists."""
     where = f"the field {key} of an observation"
     try:
         if isinstance(value, str):
@@ -259,8 +263,8 @@ def _pictures(value: Any, shape: Any, key: str) -> list[ImageRef]:
             raise ValueError(f"values of shape {pixels.shape} and type {pixels.dtype}")
     except (ValueError, TypeError) as error:
         raise NoScoreError(
-            f"observes no picture in {key} ({first_line(error)}); it may hold base64, or values from 0 to 255 as "
-            f"[height, width, 3], [height, width], or flat beside {key}_shape"
+            f"returned no picture in {key} ({first_line(error)}); give base64, or values from 0 to 255 as "
+            f"[height, width, 3], [height, width], or a flat list together with {key}_shape"
         ) from error
     return [ImageRef(source=pixels.astype(np.uint8), where=where)]
 

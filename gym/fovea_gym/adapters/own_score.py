@@ -9,14 +9,14 @@ from fovea_gym.graders.base import NoScoreError
 from fovea_gym.types import Score, Task, Turn
 
 FIRST_SEED: dict[Split, int] = {"train": 0, "dev": 1 << 24, "test": 1 << 25}
-"""The seed of a split's first row; splits have at most 2**24 rows (`config.environments.SeedRows`)."""
+"""The seed of a split's first row; splits have at most 2**24 rows (`settings.environments.SeedRows`)."""
 
 
 class ScoredBySession:
-    """A grader for episodes without a session, such as answers in a file: it has no score for them."""
+    """A grader that raises NoScoreError for episodes without a session, such as answers in a file."""
 
     def __init__(self, name: str) -> None:
-        """`name` is that of the environment in the settings."""
+        """`name` is the environment's name in the settings."""
         self._name = name
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:

@@ -1,7 +1,7 @@
 """The protocol of a published benchmark: its files, the prompt of a row, the grade of an answer, the scores.
 
-A benchmark reads its published files as they are. Its prompts equal lmms-eval's, and its verdicts those of its
-official script wherever that decides by rules (tests/evaluation/benchmarks/README.md).
+A benchmark reads its published files as they are. Its prompts are equal to lmms-eval's, and its verdicts to those of
+its official script where that decides by rules (tests/evaluation/benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Published:
 
 
 def of_qwen(percent: float, source: str = "hf.co/Qwen/Qwen2.5-VL-7B-Instruct") -> Published:
-    """The figure of Qwen2.5-VL 7B, which its card has unless another source is named."""
+    """A published figure of Qwen2.5-VL 7B, from its model card unless another source is given."""
     return Published(percent=percent, model="Qwen2.5-VL-7B-Instruct", source=source)
 
 
@@ -46,7 +46,7 @@ class Benchmark(Protocol):
     published: tuple[Published, ...]
 
     def rows(self, row: Row) -> Sequence[Row]:
-        """The rows that a row of the files stands for: mostly the row itself."""
+        """The rows that a row of the files stands for: usually the row itself."""
         return (row,)
 
     def question(self, row: Row) -> str:
@@ -62,11 +62,11 @@ class Benchmark(Protocol):
         return str(row["answer"])
 
     def target(self, row: Row) -> str:
-        """A response that is right."""
+        """A response that is graded as right."""
         return self.answer(row)
 
     def kind(self, row: Row) -> str:
-        """The question type by which accuracies are listed."""
+        """The question type of a row, by which accuracies are listed."""
         ...
 
     def is_right(self, row: Row, response: str) -> bool:
@@ -74,26 +74,26 @@ class Benchmark(Protocol):
         ...
 
     def scores(self, graded: Iterable[tuple[Row, float]]) -> dict[str, Estimate]:
-        """The scores of all rows with their accuracies, by name; the main one first."""
+        """The scores by name, computed from all rows with their accuracies; the main score comes first."""
         return {ACCURACY: estimate([accuracy for _, accuracy in graded])}
 
 
 def texts(cell: object) -> list[str]:
-    """The texts of a cell that holds a list; none for any other cell."""
+    """The items of a cell that holds a list, as texts; an empty list for any other cell."""
     return [str(each) for each in cell] if isinstance(cell, list | tuple) else []
 
 
 def letters(options: Sequence[str]) -> str:
-    """The letters of some options: `ABCD`."""
+    """The letters of these options, such as `ABCD`."""
     return "".join(chr(ord("A") + place) for place in range(len(options)))
 
 
 def lettered(options: Sequence[str], pattern: str) -> str:
-    """Options below each other, each as the pattern has it: `({letter}) {option}`."""
+    """The options on separate lines, each formatted by a pattern such as `({letter}) {option}`."""
     pairs = zip(letters(options), options, strict=True)
     return "\n".join(pattern.format(letter=letter, option=option) for letter, option in pairs)
 
 
 def final_answer(response: str) -> str:
-    """The answer that a response ends with, without the full stop: for scripts that ask GPT for it."""
+    """The answer at the end of a response, without the full stop; used where the official script asks GPT for it."""
     return found_answer(response).strip().removesuffix(".").strip("*$ ")

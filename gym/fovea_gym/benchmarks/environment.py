@@ -19,7 +19,7 @@ from fovea_gym.types import ImageRef, Message, Score, Task, Turn
 
 
 class BenchmarkEnvironment(Environment):
-    """The environment of a benchmark; it has test rows only, which are read at once."""
+    """The environment of a benchmark; it has only test rows, all of which are read when it is made."""
 
     def __init__(self, benchmark: Benchmark, rows: Rows) -> None:
         self.benchmark = benchmark
@@ -29,15 +29,15 @@ class BenchmarkEnvironment(Environment):
     def tasks(self, split: Split) -> Sequence[Task]:
         if split != "test":
             raise ConfigError(
-                f"{self.benchmark.name} has no {split} rows to count answers of; compare with gold or constant:TEXT"
+                f"{self.benchmark.name} has no {split} rows whose answers to count; compare with gold or constant:TEXT"
             )
         return self._tasks
 
     def prompt(self, task: Task) -> Sequence[Message]:
         """One message with the images at their marks; without marks they come first.
 
-        As in lmms-eval, texts around marks are stripped, and the end of the text follows the last image, also where
-        there are more marks than images.
+        As in lmms-eval, texts around marks are stripped, and the end of the text follows the last image, even if there
+        are more marks than images.
         """
         *before, end = task.question.split(IMAGE_MARK)
         if not before:
@@ -61,7 +61,7 @@ class BenchmarkGrader:
         return _score(right=self._benchmark.is_right(task.row, turns[-1].text))
 
     def overruled(self, _score_of_rule: Score, *, right: bool) -> Score:
-        """The score of an answer that the judge finds right, or wrong."""
+        """The score of an answer that the judge finds right or wrong."""
         return _score(right=right)
 
 
@@ -70,7 +70,7 @@ def _score(*, right: bool) -> Score:
 
 
 def _tasks(benchmark: Benchmark, rows: Rows, index: int) -> list[Task]:
-    """The tasks of a row; DataError for one that lacks what the prompt needs."""
+    """The tasks of a row; DataError if it lacks something that the prompt or the verdict needs."""
     where, name = rows.where(index), f"{benchmark.name}/{index}"
     with _row_of(benchmark, where):
         parts = benchmark.rows(rows[index])
@@ -80,7 +80,7 @@ def _tasks(benchmark: Benchmark, rows: Rows, index: int) -> list[Task]:
         with _row_of(benchmark, where):
             question, answer, kind = benchmark.question(row), benchmark.answer(row), benchmark.kind(row)
             images = benchmark.images(row)
-            benchmark.is_right(row, benchmark.target(row))  # raises where no answer could be graded
+            benchmark.is_right(row, benchmark.target(row))  # raises if no response could be graded
         refs = rows.image_refs(index, *images)
         tasks.append(Task(id=name, question=question, answer=answer, images=refs, kind=kind, row=row))
     return tasks
@@ -88,7 +88,7 @@ def _tasks(benchmark: Benchmark, rows: Rows, index: int) -> list[Task]:
 
 @contextmanager
 def _row_of(benchmark: Benchmark, where: str) -> Iterator[None]:
-    """A block that reads a row: DataError where it is not one of the benchmark."""
+    """Raise DataError if the block, which reads a row, shows that it is not a row of the benchmark."""
     try:
         yield
     except (LookupError, ValueError, TypeError, SyntaxError) as error:
@@ -98,9 +98,9 @@ def _row_of(benchmark: Benchmark, where: str) -> Iterator[None]:
 
 
 def open_benchmark(benchmark: Benchmark, source: str | None, access: RowAccess) -> BenchmarkEnvironment:
-    """Open a benchmark's files: in a folder, one file or pattern, or a data set of the hub (`NAME@SPLIT`).
+    """Open a benchmark's files from a folder, a file or pattern, or a data set of the hub (`NAME@SPLIT`).
 
-    Without a source they are in `data/NAME`. DataError where they are not, or lack a column.
+    The default source is the folder `data/NAME`. DataError if the files are missing or lack a column.
     """
     name, setting, hub = benchmark.name, f"bench.{benchmark.name}", benchmark.hub
     named = source or f"data/{name}"
@@ -121,7 +121,7 @@ def open_benchmark(benchmark: Benchmark, source: str | None, access: RowAccess) 
 
 
 def _files(benchmark: Benchmark, folder: Path) -> list[str]:
-    """The files of the first pattern that any in a folder match."""
+    """The files that match the first pattern with any match in a folder."""
     for pattern in benchmark.files:
         if found := sorted(glob.glob(str(Path(glob.escape(str(folder))) / pattern))):
             return found

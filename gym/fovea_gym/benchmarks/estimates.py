@@ -26,12 +26,13 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of accuracies, in 0..1, with the one interval of an accuracy wherever it is shown.
+    """Mean of accuracies, in 0..1, with the confidence interval that is shown for accuracies everywhere.
 
-    Wilson's where all values are 0 or 1; partial credits vary less than right and wrong answers of the same mean, and
-    have the normal one of their rows and two more, a 0 and a 1, cut off at 0 and 1. Without these, some rows that are
-    all nearly right would say that a wrong one is next to impossible. (Agresti and Coull, The American Statistician 52,
-    1998, add four to a share.) Of equal values the spread is not known, and Wilson's is never too narrow.
+    It is Wilson's interval if all values are 0 or 1. Partial credits vary less than right and wrong answers of the same
+    mean: theirs is the normal interval of the rows and two more, a 0 and a 1, clipped to 0..1. Without these two, a few
+    rows that are all nearly right would suggest that a wrong row is next to impossible. (Agresti and Coull, The
+    American Statistician 52, 1998, add four observations to a proportion.) The spread of equal values is not known, so
+    they get Wilson's interval, which is never too narrow.
     """
     if not values:
         return Estimate(mean=math.nan, low=math.nan, high=math.nan, n=0)
@@ -43,15 +44,16 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def share_estimate(fraction: float, n: int) -> Estimate:
-    """A share of n rows, n at least 1, with its Wilson interval."""
+    """A share of n rows (n >= 1) with its Wilson interval."""
     low, high = wilson_interval(fraction, n)
     return Estimate(mean=fraction, low=low, high=high, n=n)
 
 
 def mean_estimate(values: Sequence[float]) -> Estimate:
-    """Mean of rewards or their parts: Wilson's interval where all are 0 or 1, else the normal one.
+    """Mean of rewards or their parts, with Wilson's interval if all are 0 or 1, otherwise with the normal one.
 
-    The normal interval is mean +- 1.96 s / sqrt(n), with the sample's own s (n - 1). Of one value it is (nan, nan).
+    The normal interval is mean +- 1.96 s / sqrt(n), with the sample's standard deviation s (over n - 1). For a single
+    value it is (nan, nan).
     """
     n, mean = len(values), float(np.mean(values)) if values else math.nan
     if n and _are_shares(values):
@@ -76,5 +78,5 @@ def wilson_interval(fraction: float, n: int) -> tuple[float, float]:
     z2 = Z_95**2
     centre = (fraction + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 * math.sqrt(fraction * (1 - fraction) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    # of 0 and of n successes one bound is 0 and 1, which rounding misses by 1e-18
+    # with 0 or n successes one bound is exactly 0 or 1, which rounding would miss by 1e-18
     return 0.0 if fraction == 0 else max(0.0, centre - half), 1.0 if fraction == 1 else min(1.0, centre + half)

@@ -1,9 +1,9 @@
-"""HallusionBench (Guan et al., arXiv 2310.14566): yes-no questions, each on a picture and on an edited one.
+"""HallusionBench (Guan et al., arXiv 2310.14566): yes-no questions, each about a picture and an edited version of it.
 
 Prompt: lmms-eval's task `hallusion_bench_image`, the bare question. Verdict: the word yes or no, as VLMEvalKit reads it
 (github.com/open-compass/VLMEvalKit, `YOrN_Extraction`), which published figures use; the official script asks GPT
-instead. Scores: `utils.py` of github.com/tianyi-lab/HallusionBench. aAcc: questions; fAcc: figures, all of whose
-questions must be right; qAcc: questions, right on all of their figures.
+instead. Scores: `utils.py` of github.com/tianyi-lab/HallusionBench. aAcc is the accuracy over all answers, fAcc the
+share of figures whose questions are all right, qAcc the share of questions that are right for all of their figures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fovea_gym.benchmarks.estimates import Estimate, estimate
 
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 _MOST_STOPS = 32
-"""Full stops that VLMEvalKit removes."""
+"""Most full stops that VLMEvalKit removes."""
 _GPT_4V = "GPT-4V, judged by GPT-4"
 _SOURCE = "github.com/tianyi-lab/HallusionBench"
 
@@ -38,7 +38,7 @@ class HallusionBench(Benchmark):
         return str(row["question"])
 
     def images(self, row: Row) -> list[object]:
-        """The picture; none for a question of the part that is asked without one."""
+        """The picture; None for a question that is asked without one."""
         return [row.get("image") or row.get("filename")]
 
     def answer(self, row: Row) -> str:
@@ -49,7 +49,7 @@ class HallusionBench(Benchmark):
 
     def is_right(self, row: Row, response: str) -> bool:
         said = yes_or_no(response)
-        # what a figure would show is unknown without it, and a model may say so
+        # a question that is asked without its figure cannot be answered, and a model may say so
         return _is_without_figure(row) if said is None else said == self.answer(row)
 
     def scores(self, graded: Iterable[tuple[Row, float]]) -> dict[str, Estimate]:
@@ -71,7 +71,7 @@ class HallusionBench(Benchmark):
 
 
 def yes_or_no(response: str) -> str | None:
-    """`Yes` or `No` by the words of a response; None for one with both or neither."""
+    """`Yes` or `No`, whichever word a response contains; None if it contains both or neither."""
     text = plain = response.lower()
     has_number = re.search(r"\d,\d", text) is not None
     for mark in _MARKS:

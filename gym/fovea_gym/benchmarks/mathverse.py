@@ -1,8 +1,8 @@
-"""MathVerse testmini (Zhang et al., arXiv 2403.14624): 788 problems in five versions, from text to picture only.
+"""MathVerse testmini (Zhang et al., arXiv 2403.14624): 788 problems in five versions, from mostly text to picture only.
 
 Prompt: lmms-eval's task `mathverse_testmini`. Verdict: `score_answer_s2.py --quick_match` of
 github.com/ZrrSkywalker/MathVerse, on the answer that the response ends with. The published figures are GPT's verdicts,
-which accept other forms of an answer: set judge and second_opinion=wrong to come near them.
+which accept other forms of an answer: set judge and second_opinion=wrong to get close to them.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ class MathVerse(Benchmark):
 
 
 def quick_match(row: Row, extraction: str) -> bool:
-    """True if an extracted answer is the true one, character by character."""
+    """True if an extracted answer is equal to the true one, character by character."""
     return extraction.replace("Extracted Answer: ", "").strip() == row["answer"]

@@ -1,7 +1,7 @@
-r"""MATH-Vision test (Wang et al., arXiv 2402.14804): 3,040 problems of competitions, multiple choice or free.
+r"""MATH-Vision test (Wang et al., arXiv 2402.14804): 3,040 competition problems, multiple choice or free-form.
 
 Prompt: lmms-eval's task `mathvision_test`. Verdict: `evaluate.py` and `utils.py` of github.com/mathllm/MATH-V, whose
-`is_equal` evaluates LaTeX to two decimals; here by Fovea's parser, which evals nothing.
+`is_equal` evaluates LaTeX to two decimals; here Fovea's parser does so, without `eval`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OUTSIDE_GRAMMAR = re.compile(
     r"\||\\(?:sin|cos|tan|log|ln|lg)(?![A-Za-z])|\\frac(?!\{)|\\frac\{(?:[^{}]|\{[^{}]*\})*\}(?!\{)"
 )
 _VARIABLE = re.compile(r"(?<![\\a-z])[a-z]")
-"""A letter outside a LaTeX command: the script gives it no value, and calls such answers unequal."""
+"""A letter outside a LaTeX command: the script cannot evaluate it, and finds such answers unequal."""
 
 
 class MathVision(Benchmark):
@@ -100,7 +100,7 @@ def _plain(answer: str) -> str:
 
 
 def is_equal(one: str, other: str) -> bool:
-    """True if two answers are the same text, tuple or number, to two decimals."""
+    """True if two answers are the same text, or the same number or tuple to two decimals."""
     one, other = one.lower(), other.lower()
     if not one.strip() or not other.strip():
         return False
@@ -125,7 +125,7 @@ def _value(text: str) -> float | None:
     text = _DOLLAR.sub("", _THOUSANDS.sub("", _up_to_unopened(text))).replace("\\displaystyle", "")
     if _VARIABLE.search(text) or _OUTSIDE_GRAMMAR.search(text):
         return None
-    # products without a sign, and a mixed number is one there
+    # insert the signs of implicit products; latex2sympy also reads a mixed number as a product
     text = re.sub(r"(?<=\d)\\frac|(?<=\})\s*(?=\d)", lambda found: rf"\cdot{found[0]}", text).replace(":", "/")
     text = re.sub(r"(?<!\\sqrt)\[([^\[\]]*)\]", r"(\1)", text)
     text = re.sub(r"\b(1?\d)!", lambda found: str(math.factorial(int(found[1]))), text)
@@ -134,7 +134,7 @@ def _value(text: str) -> float | None:
 
 
 def _up_to_unopened(text: str) -> str:
-    """The text up to the first bracket that closes none."""
+    """The text up to the first closing bracket without an opening one."""
     depth = 0
     for place, mark in enumerate(text):
         depth += (mark in "([{") - (mark in ")]}")

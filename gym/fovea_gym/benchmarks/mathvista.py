@@ -1,8 +1,8 @@
 """MathVista testmini (Lu et al., arXiv 2310.02255): 1,000 questions, multiple choice or with a number as the answer.
 
 Prompt: lmms-eval's task `mathvista_testmini_cot`. Verdict: `extract_answer.py` (its rules, with `--quick_extract`) and
-`calculate_score.py` of github.com/lupantech/MathVista. Where that asks GPT for the answer in a response, Fovea takes
-the one that the response ends with.
+`calculate_score.py` of github.com/lupantech/MathVista. Where the script asks GPT to extract the answer, Fovea takes the
+answer at the end of the response.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MathVista(Benchmark):
 
 
 def quick_extraction(row: Row, response: str) -> str | None:
-    """The answer in a response by the official rules; None where the script asks GPT for it."""
+    """The answer in a response by the official rules; None if the script would ask GPT for it."""
     if response == "" or (row["question_type"] == "multi_choice" and response in texts(row["choices"])):
         return response
     with suppress(ValueError):
@@ -68,7 +68,7 @@ def quick_extraction(row: Row, response: str) -> str | None:
 
 
 def verdict(row: Row, extraction: str) -> bool:
-    """True if an extracted answer, brought into the form of the row's answers, equals the true one."""
+    """True if an extracted answer, normalised to the type of the row's answer, equals the true one."""
     return _normalised(row, extraction) == row["answer"]
 
 
@@ -85,7 +85,7 @@ def _normalised(row: Row, extraction: str) -> str | None:
 
 
 def _chosen(choices: Sequence[str], extraction: str) -> str:
-    """The choice of a letter, else the one that is the most similar to a text."""
+    """The choice with the given letter, or else the choice that is most similar to the text."""
     bracketed = re.findall(r"\(([a-zA-Z])\)", extraction)
     said = bracketed[0].upper() if bracketed else extraction
     if len(said) == 1 and said in letters(choices):
@@ -105,7 +105,7 @@ def _edits(one: str, other: str) -> int:
 
 
 def _last(row: Row, response: str) -> str:
-    """The answer that a response ends with, of a question with a number its last number."""
+    """The answer at the end of a response; for a question with a numeric answer, the last number in it."""
     answer = final_answer(response)
     if row["answer_type"] not in {"integer", "float"}:
         return answer

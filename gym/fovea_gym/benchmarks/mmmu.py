@@ -1,8 +1,8 @@
 """MMMU validation (Yue et al., arXiv 2311.16502): 900 questions of 30 subjects, some with several images.
 
 Prompt: lmms-eval's task `mmmu_val`, with images at their places. Verdict: `eval_utils.py` of
-github.com/MMMU-Benchmark/MMMU. Where that draws an option at random, because a response names none, so does Fovea, by
-a seed of the row, so that a response always has the same verdict.
+github.com/MMMU-Benchmark/MMMU. If a response names no option, the script chooses one at random; so does Fovea, with a
+seed from the row, so that a response always gets the same verdict.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NUMBERS = (
     re.compile(r"-?(?<!\d)\d+(?:\.\d+)?[eE][+-]?\d+"),
     re.compile(r"-?(?:(?<!\d)\d+\.\d+|\.\d+|(?<!\d)\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
 )
-"""The script's patterns; `(?<!\\d)` leaves out starts inside a number, which never match, so that time is linear."""
+"""The script's patterns; the added `(?<!\\d)` skips starts inside a number, which never match, for linear time."""
 _MAX_LIST_CHARS = 10_000
 _IMAGE = re.compile(r"<image (\d+)>")
 
@@ -54,14 +54,14 @@ class Mmmu(Benchmark):
 
 
 def truths(row: Row) -> list[str]:
-    """The true answers of a row; a list of several is stored as text."""
+    """The true answers of a row, which stores a list of several as text."""
     answer = str(row["answer"])
     is_list = row["question_type"] != "multiple-choice" and answer.startswith("[") and answer.endswith("]")
     return _listed(answer) if is_list else [answer]
 
 
 def picked_letter(options: list[str], response: str) -> str | None:
-    """The option that a response of multiple choice names last; None where it names none."""
+    """The option that a multiple-choice response names last; None if it names none."""
     for mark in ",.!?;:'":
         response = response.strip(mark)
     response = f" {response} "
@@ -76,7 +76,7 @@ def picked_letter(options: list[str], response: str) -> str | None:
 
 
 def is_right_open(answers: list[str], response: str) -> bool:
-    """True if one of the answers is among the texts and numbers that a free response may mean."""
+    """True if one of the answers is among the texts and numbers that a free-form response may mean."""
     said = {form for text in _claims(response) for form in _forms(text)}
     expected = [form for answer in answers for form in _forms(answer)]
     return any(
@@ -94,7 +94,7 @@ def _claims(response: str) -> list[str]:
         phrases = (*_KEY_PHRASES, "=") if place == len(sentences) else _KEY_PHRASES
         found = [sentence.split(phrase)[-1].strip() for phrase in phrases if phrase in sentence]
         shortest = ""
-        for end in found:  # an empty end gives way to the next one
+        for end in found:  # an empty end is replaced by the next one
             shortest = end if not shortest or len(end) < len(shortest) else shortest
         if shortest and shortest not in set(":,.!?;'"):
             ends.append(shortest)
@@ -103,7 +103,7 @@ def _claims(response: str) -> list[str]:
 
 
 def _forms(text: str) -> list[str | float]:
-    """A number to two decimals, else the text in lower case; one letter only beside a space."""
+    """The number to two decimals, or else the text in lower case; a single letter must be next to a space."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]

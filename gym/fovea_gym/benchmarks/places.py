@@ -1,7 +1,7 @@
 """Boxes of RefCOCO (arXiv 1608.00272) and ScreenSpot (arXiv 2401.10935), in shares of the picture's sides.
 
-Prompts and verdicts: lmms-eval's tasks `refcoco_bbox_rec_val` and `screenspot_rec_test`. A model that was trained on
-other coordinates is better measured by `environment.name=grounding` on the same pictures.
+Prompts and verdicts: lmms-eval's tasks `refcoco_bbox_rec_val` and `screenspot_rec_test`. For a model that was trained
+on other coordinates, evaluate `environment.name=grounding` on the same pictures instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEADERS = ImageOpener(max_image_mib=32, max_image_megapixels=64)
 
 
 class RefCoco(Benchmark):
-    """The benchmark `refcoco`: one box for each expression; right from an IoU of .5."""
+    """The benchmark `refcoco`: one box for each expression, right if its IoU is at least 0.5."""
 
     name = "refcoco"
     hub = "lmms-lab/RefCOCO"
@@ -81,14 +81,14 @@ class ScreenSpot(Benchmark):
 
     def is_right(self, row: Row, response: str) -> bool:
         read = _first_box(response, _ANY_BRACKET)
-        # thousandths, as lmms-eval takes them
+        # numbers above 1 are read as thousandths, as in lmms-eval
         x0, y0, x1, y1 = [number / 1000 for number in read] if max(read) > 1 else read
         left, top, right, bottom = _numbers(row["bbox"])
         return left <= (x0 + x1) / 2 <= right and top <= (y0 + y1) / 2 <= bottom
 
 
 def iou(one: Box, other: Box) -> float:
-    """The IoU of two boxes by lmms-eval's formula, whose areas may be negative where corners are exchanged."""
+    """The IoU of two boxes by lmms-eval's formula, in which areas are negative if corners are swapped."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     shared = max(0.0, width) * max(0.0, height)

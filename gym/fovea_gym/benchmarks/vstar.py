@@ -1,8 +1,8 @@
-"""V* Bench (Wu and Xie, arXiv 2312.14135): 191 questions of multiple choice about small things in large pictures.
+"""V* Bench (Wu and Xie, arXiv 2312.14135): 191 multiple-choice questions about small objects in large pictures.
 
-Prompt and verdict: lmms-eval's task `vstar_bench`; the authors' script has no rule for a written answer, since it takes
-the option that the model finds likeliest. Of a response with `<answer>` tags or a box their content is read, as the
-evaluation of DeepEyes does (github.com/Visual-Agent/DeepEyes, `eval`).
+Prompt and verdict: lmms-eval's task `vstar_bench`; the authors' script has no rule for written answers, since it takes
+the option with the highest likelihood. If a response has `<answer>` tags or a box, only their content is read, as in
+the evaluation of DeepEyes (github.com/Visual-Agent/DeepEyes, `eval`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORMS = (
     re.compile(r"(?:^|\s)([A-D])(?:\s|$)"),
     re.compile("^[^A-D]*([A-D])[^A-D]*$"),
 )
-"""Forms of an answer in capitals, the first that is found counts; the last is a text with one such letter in all."""
+"""Forms of an answer in capitals, of which the first that matches counts; the last is a text with one such letter."""
 
 
 class VStar(Benchmark):
@@ -39,7 +39,7 @@ class VStar(Benchmark):
 
     def question(self, row: Row) -> str:
         text = str(row["text"])
-        # an option with brackets in it is left out there
+        # lmms-eval leaves out options that contain brackets
         options = [each.strip() for each in _OPTION.split(text)[1:] if each and not set(each) & set("()")]
         if options:
             text = f"{text.partition('(A)')[0].strip()}\n{lettered(options[:4], '{letter}. {option}')}"
@@ -56,7 +56,7 @@ class VStar(Benchmark):
 
 
 def chosen_letter(response: str) -> str | None:
-    """The option A to D that a response names; None for none, or several in no known form."""
+    """The option A to D that a response names; None if it names none, or several in no known form."""
     _, opened, tagged = response.partition("<answer>")
     answer, closed, _ = tagged.partition("</answer>")
     said = answer if opened and closed else response

@@ -1,4 +1,4 @@
-"""Access of an environment to what a run offers, and the graded environment that is made of it."""
+"""`Access`, the objects that a run gives to an environment, and `GradedEnvironment`, an environment with graders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GradedEnvironment:
     parts: Mapping[str, GradedEnvironment] = field(default_factory=dict)
     """Environments of a mixture by name; each grades its own answers."""
     tools: Sequence[Tool] = ()
-    """Tools that the model may call beside those of the environment (`wiring.tools.with_tools`)."""
+    """Tools that the model may call in addition to the environment's (`fovea.wiring.tools.with_tools`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +36,22 @@ class Part(GradedEnvironment):
     """One environment of a mixture."""
 
     share: float
-    """How often its rows are drawn, relative to the shares of the other parts."""
+    """How often its rows are sampled, relative to the shares of the other parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access(RowAccess):
-    """Access of an environment to what a run offers: files that it may read, and for some more than that."""
+    """The objects that a run gives to an environment: access to data files, and more for environments that need it."""
 
     imitated: bool = False
-    """True if a warm-up imitates `demonstration`, so that every row needs an answer."""
+    """True if a supervised warm-up trains on `demonstration`, so that every row needs an answer."""
     pictures: Pictures | None = None
     """Sizes of pictures as the model sees them."""
     open_image: OpenImage | None = None
-    """Opens the pictures that a judge sees."""
+    """Function that opens the pictures for a judge."""
     judge: Judge | None = None
     """A model behind an endpoint that grades answers."""
     reward_model: Callable[[], ScoresAnswers] | None = None
-    """Loads a reward model of text."""
+    """Function that loads a text reward model."""
     make_part: Callable[[str, MixturePart], Part] | None = None
-    """Makes a part of a mixture, by its name; default: with the graders of its environment."""
+    """Function that makes a part of a mixture from its name and settings; None: with the environment's own graders."""

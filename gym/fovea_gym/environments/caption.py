@@ -1,7 +1,7 @@
 """Descriptions of images: compared with references, judged by a model, or both.
 
-A metric is between 0 and 1, where 1 is the value of a reference itself: CIDEr-D is divided by the score of the true
-answer (its plain value is the part `cider_d`), chrF and BLEU by 100. A judge has a separate scale.
+Metrics are scaled to 0..1, where 1 is the score of a reference itself: CIDEr-D is divided by the score of the true
+answer (the unscaled value is the part `cider_d`), chrF and BLEU by 100. A judge has a separate scale.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_N = 4
 SIGMA = 6.0
 SCALE = 10.0
 IDF_ROWS = 20_000
-"""Rows whose references give the document frequencies: enough for rare words; more would only take memory."""
+"""Most rows that count towards the document frequencies: enough for rare words; more would only take memory."""
 _WORD = re.compile(r"\w+(?:['\N{RIGHT SINGLE QUOTATION MARK}-]\w+)*")
 
 _Ngram: TypeAlias = tuple[str, ...]
@@ -50,7 +50,7 @@ _CHRF, _BLEU = CHRF(), BLEU(effective_order=True)
 
 
 class Caption(FileTasks):
-    """The environment `caption`; see `config.CaptionEnvironment`."""
+    """The environment `caption`, whose settings are `CaptionEnvironment`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Caption(FileTasks):
         self.graders = (self._metrics,)
 
     def grading(self) -> Grading:
-        """The metrics, with the judge's opinion within the limits of its calls."""
+        """The grader of the metrics and the judge's score, with the limits of the judge's calls."""
         if self._judge is None:
             return super().grading()
         assert self._open_image is not None, "a judge sees the pictures"
@@ -88,7 +88,7 @@ class CaptionGrader:
         tasks: Callable[[Split], Sequence[Task]],
         reward_model: ScoresAnswers | None = None,
     ) -> None:
-        """`tasks` gives the rows of a split, whose references say how rare words are."""
+        """`tasks` returns the rows of a split, whose references give the document frequencies."""
         self._config = config
         self._tasks = tasks
         self._reward_model = reward_model
@@ -99,7 +99,7 @@ class CaptionGrader:
         return self.weighted(self.parts(task, caption_of(turns[-1].text)))
 
     def parts(self, task: Task, caption: str) -> dict[str, float]:
-        """The metrics that need no judge, and CIDEr-D's plain value."""
+        """The metrics that need no judge, and CIDEr-D's unscaled value."""
         references, metrics = self.references(task), self._config.metric_weights
         parts: dict[str, float] = {}
         if "cider" in metrics:
@@ -110,13 +110,13 @@ class CaptionGrader:
         return parts
 
     def weighted(self, parts: Mapping[str, float]) -> Score:
-        """The mean of the metrics by their weights."""
+        """The score of an answer: the weighted mean of its metrics."""
         weights: Mapping[CaptionMetric, float] = self._config.metric_weights
         reward = sum(weight * parts[name] for name, weight in weights.items()) / sum(weights.values())
         return Score(reward=reward, accuracy=reward, parts=parts)
 
     def references(self, task: Task) -> list[str]:
-        """The references of a task's image, repetitions too: of their column, or else of an answer that is a list."""
+        """The references of a task's image, repetitions included, from their column or from an answer with a list."""
         key = self._config.references_key
         cell = task.row.get(key or self._config.answer_key or ANSWER_KEYS[0])
         is_there = cell is not None if key else isinstance(cell, list | tuple)
@@ -124,7 +124,7 @@ class CaptionGrader:
         return captions if task.answer in captions else [task.answer, *captions]
 
     def _cider(self, task: Task) -> CiderD:
-        """CIDEr-D with the document frequencies of the task's own split: test rows must not steer a dev reading."""
+        """CIDEr-D with the document frequencies of the task's own split, so that test rows do not affect dev scores."""
         split = task.id.partition("/")[0]
         with self._lock:
             if split not in self._cider_of_split:
@@ -134,7 +134,7 @@ class CaptionGrader:
     def _reference_sets(self, split: Split) -> Iterator[list[str]]:
         tasks = self._tasks(split)
         for index in range(min(len(tasks), IDF_ROWS)):
-            with suppress(DataError):  # a bad row is counted when the run comes to it
+            with suppress(DataError):  # bad rows are counted when the run reaches them
                 yield self.references(tasks[index])
 
 
@@ -146,16 +146,16 @@ class JudgedCaptionGrader:
         self._judge = judge
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """NoScoreError where the judge gives none."""
+        """The weighted metrics and the judge's score; NoScoreError if the judge gives none."""
         caption = replace(turns[-1], text=caption_of(turns[-1].text))
-        # the metrics must not hold up the replies to other calls
+        # in a thread, so that the metrics do not delay the replies to other calls
         parts = await asyncio.to_thread(self._metrics.parts, task, caption.text)
         judged = await self._judge.score(task, [caption])
         return self._metrics.weighted(parts | {"judge": judged.reward})
 
 
 def grade(prediction: str, truth: str | Sequence[str], *, cider: CiderD | None = None) -> Grade:
-    """A response against references: CIDEr-D where `cider` holds the document frequencies of a file, else chrF."""
+    """Grade a response against references: by CIDEr-D if `cider`, with document frequencies, is given, else by chrF."""
     references = [truth] if isinstance(truth, str) else list(truth)
     caption = caption_of(prediction)
     parts = {name: score(caption, references) for name, score in OVERLAPS.items()}
@@ -167,9 +167,9 @@ def grade(prediction: str, truth: str | Sequence[str], *, cider: CiderD | None =
 
 
 def cider_parts(cider: CiderD, caption: str, references: Sequence[str]) -> dict[str, float]:
-    """CIDEr-D over the score of the first reference among all of them, at most 1, and its plain value."""
+    """CIDEr-D divided by the score of the first reference, at most 1, and the unscaled value."""
     plain, of_reference = cider.score(caption, references), cider.score(references[0], references)
-    if of_reference == 0:  # each of its words is in the references of every image: only equality can be scored
+    if of_reference == 0:  # all words of the reference are in every image's references: score equality instead
         return {"cider": float(words_of(caption) == words_of(references[0])), "cider_d": plain}
     return {"cider": min(plain / of_reference, 1.0), "cider_d": plain}
 
@@ -180,7 +180,7 @@ def chrf(caption: str, references: Sequence[str]) -> float:
 
 
 def bleu(caption: str, references: Sequence[str]) -> float:
-    """Smoothed sentence BLEU, its order at most the number of words (Papineni, P02-1040), by sacrebleu."""
+    """Smoothed sentence BLEU, with an order of at most the number of words (Papineni, P02-1040), by sacrebleu."""
     return _share(_BLEU.sentence_score(caption, references).score)
 
 
@@ -188,7 +188,7 @@ OVERLAPS: Mapping[str, Callable[[str, Sequence[str]], float]] = {"chrf": chrf, "
 
 
 def _share(percent: float) -> float:
-    # sacrebleu works with logarithms, so that a perfect match comes out as 100.00000000000004
+    # sacrebleu computes with logarithms, so a perfect match gives 100.00000000000004
     return min(max(round(percent / 100, 12), 0.0), 1.0)
 
 
@@ -214,7 +214,7 @@ def words_of(text: str) -> list[str]:
 
 
 class CiderD:
-    """The metric with the document frequencies of one set of references.
+    """The metric CIDEr-D, with the document frequencies of one set of references.
 
     Vedantam et al., arXiv 1411.5726, sections 4 and 5: n-grams of 1 to 4 words weighted by TF-IDF, a cosine whose
     counts are clipped to the reference's, a Gaussian penalty (sigma 6) on the difference in length, times 10. As in
@@ -223,7 +223,7 @@ class CiderD:
     """
 
     def __init__(self, reference_sets: Iterable[Sequence[str]]) -> None:
-        """`reference_sets` holds the references of each image; an n-gram counts once for an image."""
+        """`reference_sets` holds the references of each image; an n-gram counts once per image."""
         self._frequencies: Counter[_Ngram] = Counter()
         num_images = 0
         for references in reference_sets:
@@ -232,7 +232,7 @@ class CiderD:
         self._log_num_images = math.log(max(num_images, 1))
 
     def score(self, caption: str, references: Sequence[str]) -> float:
-        """The mean over the references, 0..10: 10 for a single reference itself, if no n-gram is in every image's."""
+        """The mean over the references, 0..10: a sole reference scores 10 if none of its n-grams is in all images."""
         given = words_of(caption)
         vectors = self._vectors(given)
         scores = []
@@ -250,7 +250,7 @@ class CiderD:
         return vectors
 
     def _idf(self, ngram: _Ngram) -> float:
-        """The inverse document frequency; an n-gram that no reference has counts as one of a single image."""
+        """The inverse document frequency; an n-gram that is in no reference counts as if one image had it."""
         return self._log_num_images - math.log(max(self._frequencies[ngram], 1))
 
 

@@ -13,9 +13,9 @@ from fovea_gym.types import ImageRef, Message, Role, Task
 IMAGE_MARK = "<image>"
 _NATIVE_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 """The place of an image as Qwen's chat templates write it; some data sets hold rendered prompts."""
-_MAX_BITS = 1024  # of an integer in float64; Python refuses to write out much larger ones
+_MAX_BITS = 1024  # of an integer that float64 can hold; Python refuses to print much larger ones
 Texts: TypeAlias = list[tuple[Role, str]]
-"""Roles and texts of messages, before their images are put in."""
+"""Roles and texts of messages, before the images are inserted."""
 
 _ROLES: dict[object, Role] = {
     **{"system": "system", "user": "user", "human": "user"},
@@ -30,12 +30,12 @@ def bad_row(where: str, problem: str, reason: str) -> BadRowError:
 
 def never_right(answer: str, where: str) -> BadRowError:
     """The error for a row whose true answer its own grader rejects."""
-    problem = f"the answer {answer[:60]!r} is wrong even when it is given word for word, so nothing can be right"
+    problem = f"the answer {answer[:60]!r} is wrong even when it is given word for word, so no response can be right"
     return bad_row(where, problem, "answer_never_right")
 
 
 def texts_of(cell: object, where: str) -> Texts:
-    """The messages of a cell; a bare text is the user's."""
+    """The messages of a cell; a bare text becomes a message of the user."""
     messages = cell if isinstance(cell, list | tuple) else [{"role": "user", "content": "" if cell is None else cell}]
     return [_text(message, where) for message in messages]
 
@@ -47,10 +47,10 @@ def ends_with_reply(cell: object) -> bool:
 
 
 def check_prompt(texts: Texts, images: Sequence[ImageRef], where: str) -> None:
-    """Raise BadRowError unless the prompt ends with a text of the user, and has a place for every image."""
+    """Raise BadRowError unless the prompt ends with a user's text and has a place for every image."""
     if not texts or texts[-1][0] != "user":
         last = texts[-1][0] if texts else "missing"
-        raise bad_row(where, f"the last message is {last}, but a prompt ends with the user's", "prompt_role")
+        raise bad_row(where, f"the last message is {last}, but a prompt must end with the user's", "prompt_role")
     if not texts[-1][1].replace(IMAGE_MARK, "").strip():
         raise bad_row(where, "the prompt is empty, so there is nothing to answer", "prompt_empty")
     interleaved(texts, images, where)
@@ -71,11 +71,11 @@ def interleaved(texts: Texts, images: Sequence[ImageRef], where: str) -> tuple[M
 
 
 def plain_answer(cell: object, where: str) -> str:
-    r"""The bare answer: out of verl's struct, out of its `\boxed{}` or `<answer>` tags."""
+    r"""The bare answer of a cell: taken out of verl's struct, and out of `\boxed{}` or `<answer>` tags."""
     if isinstance(cell, Mapping):
         cell = cell.get("ground_truth")
     if cell is None:
-        raise bad_row(where, "the answer is missing, so nothing can be right", "answer_missing")
+        raise bad_row(where, "the answer is missing, so no response can be right", "answer_missing")
     unfit = ""
     if isinstance(cell, bool) or not isinstance(cell, str | int | float):
         unfit = f"of type {type(cell).__name__}"
@@ -89,12 +89,12 @@ def plain_answer(cell: object, where: str) -> str:
     found = (last_boxed(text), last_tagged(text))
     answer = next((each for each in found if each is not None), text).strip()
     if not answer:
-        raise bad_row(where, "the answer is empty, so nothing can be right", "answer_missing")
+        raise bad_row(where, "the answer is empty, so no response can be right", "answer_missing")
     return checked_text(answer, where)
 
 
 def checked_text(text: str, where: str) -> str:
-    """The text, if a tokenizer can read it: JSON may hold halves of characters (lone surrogates)."""
+    """Return the text, or raise BadRowError for one that no tokenizer can read: JSON may hold lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -118,7 +118,7 @@ def _text(message: object, where: str) -> tuple[Role, str]:
 
 
 def _part_text(part: object, where: str) -> str:
-    """One part of a message in the form of chat APIs; its image stands in a column of the row."""
+    """The text of a message part in the format of chat APIs; an image, which is in a column, becomes a mark."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind == "image":

@@ -1,9 +1,9 @@
-"""From a row of a file to a prompt: the common part of every environment with data files.
+"""Makes tasks and prompts of the rows of files: the common base of all environments with data files.
 
-`FileSplits` deals the rows to train, dev and test; reading task i reads row i, finds its columns and checks its cells.
-Where no setting names a column, it is the first that the row has: of `PROMPT_KEYS` the question; of `answer` and
-`reward_model` (verl: its `ground_truth`) the answer, or the assistant's reply at the end of the messages; of `images`
-and `image` the images.
+`FileSplits` assigns the rows to train, dev and test; reading task i reads row i, finds its columns and checks its
+cells. If no setting names a column, it is the first usual one that the row has: for the question one of `PROMPT_KEYS`;
+for the answer `answer` or `reward_model` (verl: its `ground_truth`), or the assistant's reply at the end of the
+messages; for the images `images` or `image`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from fovea_gym.settings.splits import FileEnvironment
 from fovea_gym.types import Message, Task
 
 PROMPT_KEYS = ("problem", "prompt", "question", "conversations", "messages")
-"""`problem` is hiyouga/geometry3k's and RLinf's, `prompt` verl's."""
+"""Usual columns of the question: `problem` in hiyouga/geometry3k and RLinf, `prompt` in verl."""
 _IMAGE_NAME = re.compile(r"data:image/.*|\S.*\.(?:png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE | re.DOTALL)
 _ROWS_LOOKED_AT = 10
-"""First rows whose cells tell what a column holds, where no setting and no usual name does."""
+"""Number of first rows that are read to find out what a column holds, if no setting and no usual name tells it."""
 
 Row: TypeAlias = Mapping[str, object]
 ReadAnswer: TypeAlias = Callable[[object, str], str]
-"""A function of a cell, and of the words by which an error names the row, to the true answer."""
+"""A function that reads the true answer from a cell; its second argument is the row's name in errors."""
 
 
 class FileTasks(Environment):
-    """The rows of files as tasks and prompts; an environment adds its graders."""
+    """The rows of files as tasks and prompts; subclasses add the graders."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class FileTasks(Environment):
         read_answer: ReadAnswer = plain_answer,
         is_gradable: Callable[[Task], bool] | None = None,
     ) -> None:
-        """`is_gradable` says whether the grader accepts a task's own answer; a row where it does not is a bad row."""
+        """`is_gradable` tells whether the grader accepts a task's own answer; if it does not, the row is a bad row."""
         self._settings = settings
         self._section = access.section
         self._read_answer = read_answer
@@ -116,7 +116,7 @@ class FileTasks(Environment):
             names = self._settings.answer_names
             problem = f"no column is called {' or '.join(names)} (the columns are {listed(list(row))})"
             fix = f"set {self._section}answer_key{nearest(names, list(row))}"
-            raise BadRowError(f"{where}: {problem}, so nothing can be right", error.reason, fix) from None
+            raise BadRowError(f"{where}: {problem}, so no response can be right", error.reason, fix) from None
 
     def _answer_cell(self, row: Row, key: str, where: str) -> object:
         answer = answer_key(row, key, self._settings)
@@ -134,21 +134,21 @@ class FileTasks(Environment):
 
 
 def check_question(settings: FileEnvironment, columns: Sequence[str], source: str, section: str) -> None:
-    """DataError where no setting names the column of the question, and the rows of `source` have no usual one."""
+    """Raise DataError if no setting names the column of the question and the rows of `source` have no usual one."""
     if settings.prompt_key is None and not set(PROMPT_KEYS) & set(columns):
         others = [column for column in columns if column not in {*settings.answer_names, *settings.image_names}]
         raise DataError(
-            f"{source}: no column is called {', '.join(PROMPT_KEYS)}, so where is the question? The columns are "
+            f"{source}: no column is called {', '.join(PROMPT_KEYS)}, so the question was not found. The columns are "
             f"{listed(columns)}; set {section}prompt_key{nearest(PROMPT_KEYS, others)}"
         )
 
 
 def check_pictures(settings: FileEnvironment, rows: Rows, source: str, section: str) -> None:
-    """DataError where the images of the rows of `source` are in a column that no setting names, and in no usual one."""
+    """Raise DataError if the images of `source` are in a column that no setting names and that has no usual name."""
     names = settings.image_names
     if settings.names_images or set(names) & set(rows.columns) or not len(rows):
         return
-    # a question or an answer may be a file's name, too
+    # a question or an answer may also be the name of a file
     others = {*PROMPT_KEYS, *settings.answer_names, *(column for _, column in settings.named_columns)}
     cells = ((column, cell) for row in first_rows(rows) for column, cell in row.items() if column not in others)
     column = next((column for column, cell in cells if _holds_image(cell)), None)
@@ -160,14 +160,14 @@ def check_pictures(settings: FileEnvironment, rows: Rows, source: str, section: 
 
 
 def first_rows(rows: Sequence[Row]) -> Iterator[Row]:
-    """The first rows of a file, without those that cannot be read, which are refused when their turn comes."""
+    """The first rows of a file, except unreadable ones, which are reported when the run reaches them."""
     for index in range(min(len(rows), _ROWS_LOOKED_AT)):
         with suppress(BadRowError):
             yield rows[index]
 
 
 def _holds_image(cell: object) -> bool:
-    """True if a cell is an image, its file's name, or a list of those."""
+    """True if a cell holds an image, the name of an image file, or a list of these."""
     if isinstance(cell, list | tuple) and cell:
         return _holds_image(cell[0])
     if isinstance(cell, Mapping):
@@ -178,24 +178,24 @@ def _holds_image(cell: object) -> bool:
 def check_answer(
     settings: FileEnvironment, columns: Sequence[str], rows: Sequence[Row], source: str, section: str
 ) -> None:
-    """DataError where no setting names the column of the answer, none is usual, and no reply ends one of the rows."""
+    """Raise DataError if no setting names the column of the answer, none is usual, and no row ends with a reply."""
     asked = [(row, prompt_key(row, settings)) for row in first_rows(rows)]
     has_reply = any(key is not None and ends_with_reply(row.get(key)) for row, key in asked)
     if settings.answer_key is None and not set(settings.answer_names) & set(columns) and not has_reply:
         others = [column for column in columns if column not in {*PROMPT_KEYS, *settings.image_names}]
         raise DataError(
-            f"{source}: no column is called {' or '.join(settings.answer_names)}, so nothing can be right. The columns "
-            f"are {listed(columns)}; set {section}answer_key{nearest(settings.answer_names, others)}"
+            f"{source}: no column is called {' or '.join(settings.answer_names)}, so no response can be right. The "
+            f"columns are {listed(columns)}; set {section}answer_key{nearest(settings.answer_names, others)}"
         )
 
 
 def prompt_key(row: Row, settings: FileEnvironment) -> str | None:
-    """The column of the question."""
+    """The column of the question; None if the row has no usual one."""
     return settings.prompt_key or next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
 
 
 def answer_key(row: Row, prompt: str, settings: FileEnvironment) -> str:
-    """The column of the answer; that of the question where a reply ends the messages."""
+    """The column of the answer; the column of the question if its messages end with a reply."""
     if settings.answer_key is not None:
         return settings.answer_key
     found = next((key for key in settings.answer_names if key in row), None)
@@ -203,7 +203,7 @@ def answer_key(row: Row, prompt: str, settings: FileEnvironment) -> str:
 
 
 def image_cells(row: Row, settings: FileEnvironment) -> list[object]:
-    """The cells in the row's columns of images."""
+    """The cells of the row's image columns."""
     keys = settings.image_names
     if not settings.names_images:
         keys = tuple(key for key in keys if key in row)[:1]
@@ -211,17 +211,17 @@ def image_cells(row: Row, settings: FileEnvironment) -> list[object]:
 
 
 class OwnRows(FileTasks):
-    """The environment `rows`; see `config.RowsEnvironment`."""
+    """The environment `rows`, whose settings are `RowsEnvironment`."""
 
     graders: tuple[Grader, ...] = ()
 
     def __init__(self, config: RowsEnvironment, access: RowAccess, *, imitated: bool = False) -> None:
-        """With `imitated`, for a warm-up, a row without an answer is a bad row."""
+        """With `imitated`, for a supervised warm-up, a row without an answer is a bad row."""
         super().__init__(config, access, read_answer=plain_answer if imitated else answer_or_none)
         self.answer_key = config.answer_key
 
 
 def answer_or_none(cell: object, where: str) -> str:
-    """The answer of a cell that holds a text or a number, else an empty text: the reward finds the cell in the row."""
+    """The answer if a cell holds a text or a number, else an empty text: the reward can read the cell in the row."""
     is_number = isinstance(cell, int | float) and not isinstance(cell, bool)
     return plain_answer(cell, where) if is_number or (isinstance(cell, str) and cell.strip()) else ""

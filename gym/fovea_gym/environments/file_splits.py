@@ -1,4 +1,4 @@
-"""The rows of the three splits of a data set in files."""
+"""Assigns the rows of data files to the splits train, dev and test."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fovea_gym.settings.splits import SplitFiles
 from fovea_gym.types import ImageRef, Task
 
 HELD_OUT_SEED = 0
-"""Seed of what is held out, apart from the run's: runs with other seeds have the same rows there."""
+"""Seed for the choice of held-out rows, independent of the run's seed: all runs hold out the same rows."""
 KIND = "all"
-"""The kind of tasks without a column of kinds."""
+"""The kind of all tasks if no column holds kinds."""
 _HASH_BYTES = 12
 MakeTask: TypeAlias = Callable[[Rows, int, str], Task]
-"""A function of rows, the number of one and its kind to its task."""
+"""A function that makes a task from the rows, a row number and the row's kind."""
 
 
 class Sides(NamedTuple):
@@ -35,15 +35,15 @@ class Sides(NamedTuple):
     kept: list[int]
     """In the order of the data set."""
     held_out: list[int]
-    """In the order of their hashes, so that the first few are a sample of all."""
+    """In the order of their hashes, so that the first few are a random sample of all."""
 
 
 def split_by_image(images: Iterable[Sequence[bytes]], *, share: float, seed: int) -> Sides:
     """Hold out about `share` of the rows, given the hashes of each row's images.
 
     Rows that share an image, directly or through other rows, form a group; a row without images is a separate one.
-    Whole groups are taken in the order of their seeded hashes, those that still fit into the share; if none fits, the
-    smallest one. Nothing is held out of a single group. Later rows do not change the order of the earlier groups.
+    Groups are held out whole, in the order of their seeded hashes, as long as they fit into the share; if none fits,
+    the smallest is. With a single group nothing is held out. Appended rows do not change the order of earlier groups.
     """
     hashes_of_rows = list(images)
     groups = _groups(hashes_of_rows)
@@ -64,7 +64,7 @@ def image_hashes(rows: Rows, columns: Sequence[str]) -> Iterable[tuple[bytes, ..
     for index, cells in enumerate(zip(*(rows.column(name) for name in columns), strict=True)):
         try:
             refs = rows.image_refs(index, *cells)
-        except BadRowError:  # it is counted when a split comes to it
+        except BadRowError:  # it is counted when the run reaches the row
             refs = ()
         yield tuple(map(_image_hash, refs))
 
@@ -82,7 +82,7 @@ def _image_hash(ref: ImageRef) -> bytes:
 
 
 def _groups(hashes_of_rows: Sequence[Sequence[bytes]]) -> list[list[int]]:
-    """Rows by group, connected through shared images (union-find over row numbers)."""
+    """Rows grouped by shared images (union-find over row numbers)."""
     parent = list(range(len(hashes_of_rows)))
 
     def root(row: int) -> int:
@@ -101,18 +101,18 @@ def _groups(hashes_of_rows: Sequence[Sequence[bytes]]) -> list[list[int]]:
 
 
 def _rank(group: Sequence[int], hashes_of_rows: Sequence[Sequence[bytes]], seed: int) -> bytes:
-    """A hash of the group's images; of its row number for a row without images."""
+    """A seeded hash of the group's images, or of the row number for a row without images."""
     own = min((each for row in group for each in hashes_of_rows[row]), default=b"row %d" % group[0])
     return hashlib.blake2b(own, digest_size=_HASH_BYTES, key=b"%d" % seed).digest()
 
 
 class FileSplits:
-    """Opens each split at its first use. Dev and test rows are of their own files, else shares of the training rows."""
+    """Opens each split at its first use. Without files for dev or test, shares of the training rows are held out."""
 
     def __init__(
         self, settings: SplitFiles, access: RowAccess, check: Callable[[Rows, str], None] = lambda _rows, _setting: None
     ) -> None:
-        """`check` raises DataError for rows that the environment cannot use; it gets the setting that named them."""
+        """`check(rows, setting)` raises DataError for rows, named by that setting, that the environment cannot use."""
         self._settings = settings
         self._access = access
         self._check = check
@@ -122,7 +122,10 @@ class FileSplits:
     def tasks(
         self, split: Split, make: MakeTask, *, kind_key: str | None = None, level_key: str | None = None
     ) -> LazyTasks:
-        """The tasks of a split; kinds and levels are cells of two columns. DataError where all rows share an image."""
+        """The tasks of a split, with kinds and levels from the columns of these names.
+
+        DataError if rows are to be held out and all of them share an image.
+        """
         rows, numbers = self._rows(split)
         kinds, levels = _cells(rows, kind_key), _cells(rows, level_key)
         return LazyTasks(
@@ -134,7 +137,7 @@ class FileSplits:
         )
 
     def _rows(self, split: Split) -> tuple[Rows, Sequence[int]]:
-        """The rows of the files that hold a split, and the numbers of those that belong to it."""
+        """The rows of the files that contain a split, and the numbers of the rows that belong to the split."""
         if split != "train" and self._files[split] is not None:
             rows = self._open(split)
             return rows, range(len(rows))
@@ -142,7 +145,7 @@ class FileSplits:
         if share > 0 and not numbers:
             section = self._access.section
             raise DataError(
-                f"{section}{split}_share={share:g}, but {self._why_none()}, so that none can be held out by image; "
+                f"{section}{split}_share={share:g}, but {self._why_none()}, so none can be held out by image; "
                 f"set {section}{split}_files, or {section}{split}_share=0"
             )
         return self._open("train"), numbers
@@ -163,13 +166,13 @@ class FileSplits:
 
     @cached_property
     def _numbers(self) -> Mapping[Split, Sequence[int]]:
-        """The numbers of the training rows in each split: test rows are held out first, dev rows of what is left."""
+        """The numbers of the training rows in each split: test rows are held out first, then dev rows of the rest."""
         rows = self._open("train")
         columns = [name for name in self._settings.image_names if name in rows.columns]
         kept: Sequence[int] = range(len(rows))
         numbers: dict[Split, Sequence[int]] = {}
         hashes: Sequence[Sequence[bytes]] = [()] * len(rows)
-        if columns and (self._share("test") > 0 or self._share("dev") > 0):  # else nothing is read
+        if columns and (self._share("test") > 0 or self._share("dev") > 0):  # otherwise no image is read
             hashes = list(image_hashes(rows, columns))
         for split in ("test", "dev"):
             of_kept = [hashes[row] for row in kept]
@@ -179,7 +182,7 @@ class FileSplits:
         return {**numbers, "train": kept}
 
     def _why_none(self) -> str:
-        """Why no training row can be held out; BadRowError where they share an image whose file is missing."""
+        """The reason why no training row can be held out; BadRowError if they share an image whose file is missing."""
         rows = self._open("train")
         if len(rows) == 1:
             return "there is a single training row"
@@ -187,11 +190,11 @@ class FileSplits:
             for ref in rows.image_refs(0, next(iter(rows.column(name)))):
                 if isinstance(ref.source, str) and not is_url(ref.source) and not Path(ref.source).exists():
                     raise no_such_image(f"{ref.where} ({ref.source[:200]})")
-        return f"the {len(rows)} training rows, or those that are left of them, share one image"
+        return f"the {len(rows)} training rows, or the remaining ones, share one image"
 
 
 def _cells(rows: Rows, key: str | None) -> list[str] | None:
-    """The cells of a column as texts, `all` for an empty one; None without a column."""
-    # a name of metrics: JSON may hold halves of characters, which no file of the run can
+    """The cells of a column as texts, `all` for empty cells; None without a column."""
+    # metric names contain them: JSON may hold lone surrogates, which the files of a run cannot
     texts = None if key is None else (KIND if cell is None else str(cell) for cell in rows.column(key))
     return None if texts is None else [text.encode(errors="replace").decode() for text in texts]

@@ -1,9 +1,9 @@
 r"""Geometry problems with a diagram, from Parquet files in one of two public layouts.
 
-In the hub's, `problem` is a text with `<image>` marks and `answer` bare or in `\boxed{...}`; in verl's, `prompt` is a
-list of {role, content} and `reward_model` holds `ground_truth`. Of a list of answers any is right. Some diagrams of the
-public test split are in the train split too (172 of 601 rows): accuracy on these rows is on new questions, not on new
-diagrams.
+In the hub's, `problem` is a text with `<image>` marks, and `answer` is bare or in `\boxed{...}`; in verl's, `prompt` is
+a list of {role, content}, and `reward_model` holds `ground_truth`. If the answer is a list, any of its items is right.
+Some diagrams of the public test split are also in the train split (172 of 601 rows): on these rows, accuracy is about
+new questions, not new diagrams.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fovea_gym.types import AnswerEnd, Score, Task, Turn
 
 
 class Geo3k(FileTasks):
-    """The environment `geo3k`; see `config.Geo3kEnvironment`."""
+    """The environment `geo3k`, whose settings are `Geo3kEnvironment`."""
 
     def __init__(self, config: Geo3kEnvironment, access: RowAccess) -> None:
         super().__init__(
@@ -41,7 +41,7 @@ class Geo3k(FileTasks):
 
 
 class Geo3kGrader:
-    """The grader of `geo3k`: the boxed answer against the truth."""
+    """The grader of `geo3k`, which compares the boxed answer with the true answers."""
 
     def __init__(self, config: Geo3kEnvironment) -> None:
         self._config = config
@@ -52,7 +52,7 @@ class Geo3kGrader:
         return Score(reward=self._reward(graded), accuracy=graded.score, parts=graded.parts)
 
     def overruled(self, score: Score, *, right: bool) -> Score:
-        """The score of the same response, had its answer been found right, or wrong; its format counts as before."""
+        """The score of the same response if a judge finds its answer right or wrong; its format counts as before."""
         graded = Grade(score=float(right), parts={**score.parts, "answer": float(right)})
         return Score(reward=self._reward(graded), accuracy=graded.score, parts=graded.parts)
 
@@ -66,7 +66,7 @@ class Geo3kGrader:
 
 
 def true_answers(task: Task, config: Geo3kEnvironment) -> list[str]:
-    """All true answers of a task's row, or its one answer."""
+    """All true answers in a task's row, or the task's only answer."""
     prompt = prompt_key(task.row, config) or ""
     key = answer_key(task.row, prompt, config)
     # a reply that ends the messages is one answer, and some tasks have no row

@@ -1,7 +1,7 @@
-"""Several environments in one run, each with its own rows, prompts and graders: a mixture deals every task to its own.
+"""Several environments in one run, each with its own rows, prompts and graders: a mixture hands each task to its part.
 
-A task has the id `PART/ID` and the kind `PART` or `PART/KIND`, so that metrics by question type are by part, too. A
-part comes by its share, whatever its number of rows: `MixedTasks.shares` weighs kinds for `data.order.Order`.
+A task has the id `PART/ID` and the kind `PART` or `PART/KIND`, so that metrics by question type are also by part. Parts
+are sampled by their shares, whatever their numbers of rows: `MixedTasks.shares` weights kinds for `data.order.Order`.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from fovea_gym.tools.base import Tool
 from fovea_gym.types import Message, Score, Task, Turn
 
 ALL = "all"
-"""The kind of tasks whose environment tells no kinds apart."""
+"""The kind of tasks whose environment does not distinguish kinds."""
 
 
 class Mixture(Environment):
-    """The environments of `parts`, by name; a split holds the rows of that split in all parts."""
+    """Combines the environments of `parts`; a split holds the rows of that split in all parts."""
 
     def __init__(self, parts: Mapping[str, Part], section: str = "") -> None:
-        """`section` stands before the names of settings in errors."""
+        """`section` is the prefix of setting names in errors."""
         self.parts = parts
         self._section = section
         self.max_turns = max(part.environment.max_turns for part in parts.values())
         first, *others = [part.environment.answer_end for part in parts.values()]
         self.answer_end = first if all(end == first for end in others) else None
         self.graders = (MixtureGrader(parts, section),)
-        # the smallest limit of open sessions holds for all
+        # the smallest limit of open sessions applies to all parts
         limits = [part.environment.max_open for part in parts.values()]
         self.max_open = min((limit for limit in limits if limit is not None), default=None)
 
     @staticmethod
     def of(settings: MixtureEnvironment, access: Access, seed: int) -> Mixture:
-        """Make the parts of the settings, each as in a separate run."""
+        """Make a mixture of the parts in the settings, each part as in a separate run."""
         parts: dict[str, Part] = {}
         for name, part in settings.parts.by_name.items():
             if access.make_part is not None:
@@ -88,7 +88,7 @@ class Mixture(Environment):
         return part.environment.demonstration(own)
 
     def changed(self, change: Callable[[str, Part], Environment]) -> Mixture:
-        """The mixture with each part's environment as `change` makes it of the part's name and the part."""
+        """A copy of the mixture in which `change(name, part)` gives the environment of each part."""
         changed = {name: replace(part, environment=change(name, part)) for name, part in self.parts.items()}
         return Mixture(changed, self._section)
 
@@ -105,14 +105,14 @@ class Mixture(Environment):
 
 
 def without_scores(environment: Environment) -> Environment:
-    """The same environment, whose episodes graders score, if its sessions would."""
+    """The environment or, if its sessions score episodes, a copy whose episodes are scored by graders."""
     if isinstance(environment, Mixture):
         return environment.changed(lambda _, part: without_scores(part.environment))
     return environment.without_scores() if isinstance(environment, LimitedSessions) else environment
 
 
 class MixedTasks(LazyTasks):
-    """The tasks of all parts under names of the mixture, spread so that every prefix holds parts by their rows."""
+    """The tasks of all parts, interleaved so that every prefix holds parts in proportion to their numbers of rows."""
 
     def __init__(self, tasks: Mapping[str, Sequence[Task]], parts: Mapping[str, Part]) -> None:
         self._names = list(tasks)
@@ -127,7 +127,7 @@ class MixedTasks(LazyTasks):
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """The weight of each kind relative to its share of the rows, by which parts come by their shares."""
+        """The weight of each kind relative to its number of rows, so that parts are sampled by their shares."""
         num_rows = {name: len(own) for name, own in zip(self._names, self._tasks, strict=True)}
         return {kind: self._shares[part := kind.partition("/")[0]] / num_rows[part] for kind in Counter(self.kinds)}
 
@@ -142,14 +142,14 @@ class MixedTasks(LazyTasks):
 
 
 def with_shares(weights: Mapping[str, float], tasks: Sequence[Task]) -> Mapping[str, float]:
-    """Weights of kinds, times those by which the parts of a mixture come by their shares."""
+    """Weights of kinds, multiplied by `MixedTasks.shares` for the tasks of a mixture."""
     if not isinstance(tasks, MixedTasks):
         return weights
     return {**weights, **{kind: share * weights.get(kind, 1.0) for kind, share in tasks.shares.items()}}
 
 
 class MixtureGrader:
-    """The graders of all parts; a part of several stages is scored by its last."""
+    """The graders of all parts; a part with several stages is scored by the last stage."""
 
     def __init__(self, parts: Mapping[str, Part], section: str) -> None:
         self._parts = parts
@@ -170,7 +170,7 @@ def part_and_task(task: Task, parts: Mapping[str, Part]) -> tuple[Part, Task]:
 
 @contextmanager
 def errors_of_part(name: str, section: str) -> Iterator[None]:
-    """Errors about settings, files and rows of a part say which part; they name them as a run of it only has them."""
+    """Prefix ConfigErrors and DataErrors with the name of the part; their text is that of a run of only this part."""
     try:
         yield
     except (ConfigError, DataError) as error:

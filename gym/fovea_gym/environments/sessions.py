@@ -1,7 +1,7 @@
 """The environment's side of an episode: stateless replies, or a session whose calls have limits.
 
-Environments whose replies never wait are called on the run's own loop. All others are called on a background loop,
-since an engine that computes on the run's loop would hold them up.
+Environments whose replies never wait are called on the run's event loop. All others are called on a background loop,
+since an engine that computes on the run's loop would delay them.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def unreadable(session: Session, error: DataError) -> FoveaError:
     """The error for an episode whose reply cannot be rendered, such as one with a damaged picture."""
     text, reason = str(error), "reply"
     if isinstance(error, BadRowError):
-        reason, text = "picture", error.problem  # its fix is for rows
+        reason, text = "picture", error.problem  # without its advice, which is for rows in files
     if isinstance(session, LimitedSession):
         return session.failure(reason, text)
     return DataError(f"{text}; correct it in the environment's reply") if reason == "picture" else error
 
 
 async def goes_on(session: Session, turns: Sequence[Turn]) -> bool:
-    """True if an episode at its last turn would go on; a session that may wait is not asked."""
+    """True if the environment would reply to the last of these turns; assumed for sessions whose replies may wait."""
     return not isinstance(session, OwnReplies) or await session.reply(turns) is not None
 
 
 class WaitingReplies(Session):
-    """The stateless replies of code that may wait, as a session: plain ones are called in threads."""
+    """A session of stateless replies that may wait; functions that are not async are called in threads."""
 
     def __init__(self, reply: Callable[[Task, Sequence[Turn]], Any], task: Task, threads: CallThreads) -> None:
         self._reply = reply
@@ -68,7 +68,7 @@ class WaitingReplies(Session):
 
 
 class LimitedSessions(Environment):
-    """An environment with sessions, whose calls have the limits of its settings `session`."""
+    """An environment with sessions whose calls are limited by its settings `session`."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class LimitedSessions(Environment):
         way_out: str = "",
         asks_score: bool = True,
     ) -> None:
-        """`name` is what messages call the environment; `settings` stands before the names of its limits there.
+        """`name` is the environment's name in messages, and `settings` the prefix of its limits' names there.
 
-        `way_out` is advice on code that keeps the deadline from acting, after that to correct it.
-        Without `asks_score` graders score its episodes.
+        `way_out` is further advice for code that keeps the deadline from taking effect, after the advice to fix it.
+        With `asks_score=False`, graders score the episodes.
         """
         self.asks_score = asks_score
         self.inside = environment
@@ -108,7 +108,7 @@ class LimitedSessions(Environment):
         weakref.finalize(self, self._calls.loop.close)
 
     def without_scores(self) -> LimitedSessions:
-        """The same environment, whose episodes graders score."""
+        """A copy of this environment whose episodes are scored by graders instead of by their sessions."""
         way_out = self._calls.limits.way_out
         return LimitedSessions(
             self.inside, self._limits, self._name, settings=self._settings, way_out=way_out, asks_score=False
@@ -137,7 +137,7 @@ class LimitedSessions(Environment):
         return self.inside.uses_tools
 
     async def open(self, task: Task, seed: int) -> LimitedSession:
-        """FailedEpisodeError or, with `on_failure=stop`, SessionError where the session fails."""
+        """Open a session; if that fails, FailedEpisodeError or, with `on_failure=stop`, SessionError."""
         session = LimitedSession(
             self._calls, self._limits, f"{task.id}: {self._name}", self._settings, asks_score=self.asks_score
         )
@@ -150,7 +150,7 @@ class LimitedSessions(Environment):
 
 
 class LimitedSession(Session):
-    """A session of which every call has a deadline, and whose failures are those that the settings tolerate."""
+    """A session whose calls have deadlines, and whose failures are handled as the settings say."""
 
     def __init__(
         self, calls: LimitedCalls, limits: SessionLimits, name: str, settings: str, *, asks_score: bool
@@ -165,15 +165,15 @@ class LimitedSession(Session):
 
     async def begin(self, opening: Callable[[], Awaitable[Session]]) -> None:
         async def opens() -> None:
-            # kept here: what was opened is closed also if the caller was cancelled meanwhile
+            # stored at once, so that the session is closed even if the caller was cancelled meanwhile
             self._opened = await opening()
 
         await self._limited("open", opens, (NoScoreError,))
 
     async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        """The checked messages of the session."""
+        """The messages of the session's reply, checked."""
         session = self._session
-        # whatever has state may have done what it was asked to
+        # a call of a session with state may have taken effect before it failed: repeat only what asks for it
         again = NoScoreError if isinstance(session, WaitingReplies) else TryAgainError
         messages = await self._limited("reply", lambda: session.reply(turns), (again,))
         if messages is not None:
@@ -184,21 +184,21 @@ class LimitedSession(Session):
         return messages
 
     async def score(self, turns: Sequence[Turn]) -> Score | None:
-        """The score that the session gives its episode; None where it gives none."""
+        """The score that the session gives to its episode; None if it gives none."""
         session = self._session
         if not self._asks_score or not session.has_score:
             return None
         return await self._limited("score", lambda: session.score(turns), (TryAgainError,))
 
     async def close(self) -> None:
-        """Close the session, also where the episode failed or the caller is cancelled; a failure is a warning."""
+        """Close the session, even if the episode failed or the caller is cancelled; failures are logged as warnings."""
         try:
             await self._task.last_call(self._closes)
         except NoScoreError as error:
             LOG.warning("%s.close %s", self._name, error)
 
     def failure(self, reason: str, text: str) -> FoveaError:
-        """The error of an episode that failed, as the settings want it."""
+        """The error for a failed episode, chosen by the setting `on_failure`."""
         limits = self._limits
         if limits.on_failure == "stop":
             return SessionError(f"{text}; fix it, or set {self._settings}on_failure=drop to leave such episodes out")
@@ -224,7 +224,7 @@ class LimitedSession(Session):
 
 
 async def _of_session(make: Make[Result]) -> Result:
-    """The result of the session's code; NoScoreError for whatever it raises but errors that end the run."""
+    """The result of the session's code; NoScoreError for any exception except those that end the run."""
     with without_ends():
         try:
             return await make()
@@ -237,9 +237,10 @@ async def _of_session(make: Make[Result]) -> Result:
 
 
 class SessionTask:
-    """Calls in one task of a background loop, awaited on another; a cancelled caller ends its call, not the task.
+    """Makes calls in one task of a background loop, for callers on other loops.
 
-    All calls of a session are made in it, since cancel scopes of anyio (MCP) need a single task.
+    All calls of a session run in this task, since anyio's cancel scopes (used by MCP) must be entered and left in one
+    task. Cancelling a caller cancels its call, not the task.
     """
 
     def __init__(self, loop: BackgroundLoop) -> None:
@@ -249,11 +250,11 @@ class SessionTask:
         self._running: asyncio.Future[Any] | None = None
 
     async def call(self, make: Make[Result]) -> Result:
-        """The result of a call."""
+        """Make a call and return its result."""
         return await self._loop.run(self._ask(make))
 
     async def last_call(self, make: Make[Result]) -> Result:
-        """The result of a call after which the task ends; it runs to its end if the caller is cancelled meanwhile."""
+        """Make the last call, then end the task; the call is completed even if the caller is cancelled meanwhile."""
         return await self._loop.run_to_end(self._ask_last(make))
 
     async def _ask_last(self, make: Make[Result]) -> Result:

@@ -1,4 +1,4 @@
-"""The stages of a curriculum that an environment brings."""
+"""The stages of an environment's curriculum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The name and figures by which a log describes a stage."""
+    """The name and figures with which logs describe a stage."""
 
     name: str
     facts: Mapping[str, float] = field(default_factory=dict)
@@ -17,7 +17,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """The stages that an environment brings; by default none."""
+    """The stages of an environment; by default it has none."""
 
     stages: Sequence[Stage] = ()
     """From the easiest to the last."""

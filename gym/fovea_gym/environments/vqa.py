@@ -14,7 +14,7 @@ from fovea_gym.types import Message, Score, Task, Turn
 
 
 class Vqa(FileTasks):
-    """The environment `vqa`; see `config.VqaEnvironment`."""
+    """The environment `vqa`, whose settings are `VqaEnvironment`."""
 
     def __init__(self, config: VqaEnvironment, access: RowAccess) -> None:
         super().__init__(config, access, read_answer=majority_answer, is_gradable=self._is_right)
@@ -33,12 +33,12 @@ class Vqa(FileTasks):
         return rf"\boxed{{{true_letter(task.answer, options, task.id) if options else task.answer}}}"
 
     def _is_right(self, task: Task) -> bool:
-        # of multiple choice the letter is checked with the prompt, and is always right
+        # for multiple choice, `prompt` checks the letter, which the grader always accepts
         return bool(task_options(task, self._config)) or is_gradable(true_answers(task, self._config))
 
 
 class VqaGrader:
-    """The grader of `vqa`: the answer in a response against those of the annotators, or the right option."""
+    """The grader of `vqa`, which compares a response with the annotators' answers or with the right option."""
 
     def __init__(self, config: VqaEnvironment) -> None:
         self._config = config
@@ -50,17 +50,17 @@ class VqaGrader:
         return Score(reward=graded.score, accuracy=graded.score, parts=graded.parts)
 
     def overruled(self, score: Score, *, right: bool) -> Score:
-        """The score of the same answer, had it been found right, or wrong."""
+        """The score of the same response if a judge finds its answer right or wrong."""
         return Score(reward=float(right), accuracy=float(right), parts={**score.parts, "answer": float(right)})
 
 
 def true_answers(task: Task, config: VqaEnvironment) -> list[str]:
-    """The answers of all annotators of a row, or its one answer."""
+    """The answers of all annotators of a row, or its only answer."""
     cell = task.row.get(config.answers_key) if config.answers_key is not None else None
     return answers_of(cell, task.id) if isinstance(cell, list | tuple) and cell else [task.answer]
 
 
 def task_options(task: Task, config: VqaEnvironment) -> tuple[str, ...]:
-    """The options of a row of multiple choice; none for other rows."""
+    """The options of a multiple-choice row; empty for other rows."""
     key = config.choices_key
     return () if key is None else options_of(task.row.get(key), task.id)

@@ -1,4 +1,4 @@
-"""Scenes of `shapes`, of which the model may see a quarter enlarged before it answers: an episode of two turns."""
+"""Scenes of `shapes` in episodes of two turns: the model may look at an enlarged quarter before it answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOW = r"Answer in a box, or see a quarter of the picture with \crop{1} to \crop
 
 
 class ShapesZoomEnvironment(ShapesEnvironment):
-    """Rendered scenes of which the model may see a quarter enlarged, in a second turn, before it answers."""
+    """Rendered scenes: the model may look at an enlarged quarter, in a second turn, before it answers."""
 
     name: Literal["shapes_zoom"] = "shapes_zoom"  # type: ignore[assignment]
 
@@ -45,7 +45,7 @@ class ShapesZoom(Environment):
         return (Message(role="user", parts=(*task.images, f"{task.question} {_HOW}")),)
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        """The quarter that the model asks for, as a picture of the whole's size; an answer ends the episode."""
+        """The quarter that the model asks for, enlarged to the size of the picture; an answer ends the episode."""
         asked = _CROP.fullmatch(turns[-1].text.strip())
         if asked is None or not task.images:
             return None

@@ -150,9 +150,9 @@ def test_an_environment_of_the_registry() -> None:
     [
         ({"id": "NoSuchGame-v0"}, r"^id=NoSuchGame-v0 cannot be made: NameNotFound: .*NoSuchGame"),
         ({"kwargs": {"size": 3}}, r"cannot be made: TypeError: .*'size'; correct id and kwargs"),
-        ({"id": f"{GAMES}:Plain"}, r"Plain is not a class of gymnasium.Env; derive it from that"),
-        ({"id": f"{GAMES}:Continuous", "kwargs": {}}, r"action space Box.*, and only Discrete"),
-        ({"id": f"{GAMES}:Unseen"}, r"render\(\) returned NoneType , which is not a picture; return uint8"),
+        ({"id": f"{GAMES}:Plain"}, r"Plain is not a subclass of gymnasium.Env; derive it from gymnasium.Env"),
+        ({"id": f"{GAMES}:Continuous", "kwargs": {}}, r"action space Box.*only in a Discrete space"),
+        ({"id": f"{GAMES}:Unseen"}, r"render\(\) returned NoneType , which is not a picture; return a numpy array"),
         ({"actions": ("left",)}, r"^actions has 1 names, but .* has 2 actions; name each"),
     ],
 )

@@ -160,8 +160,8 @@ def test_a_server_that_prints_to_stdout_is_named_once_and_sees_only_named_variab
         assert call(own, "variable", name="OTHER_KEY") == ("none",)
         connection.close()
     assert [record.getMessage() for record in caplog.records if record.name.startswith("fovea")] == [
-        "MCP server squares prints to stdout, which carries the protocol, and those lines are "
-        "skipped; have it print to stderr"
+        "MCP server squares prints to stdout, which carries the protocol; those lines are "
+        "skipped; make it print to stderr"
     ]
 
 
@@ -194,15 +194,18 @@ def test_a_server_over_http() -> None:
     ("settings", "message"),
     [
         ({"command": ("no-such-program",)}, "there is no program no-such-program; install it, or give its path"),
-        ({"command": (sys.executable, "-c", "print(3)")}, "gives no tools .*; start it, or correct its command or url"),
-        ({"url": "http://127.0.0.1:9/mcp"}, "squares .at http://127.0.0.1:9/mcp. gives no tools .*; start it"),
+        (
+            {"command": (sys.executable, "-c", "print(3)")},
+            "did not list its tools .*; start it, or correct its command or url",
+        ),
+        ({"url": "http://127.0.0.1:9/mcp"}, "squares .at http://127.0.0.1:9/mcp. did not list its tools .*; start it"),
         (
             {"url": "http://10.1.2.3/mcp"},
             "10.1.2.3 is at 10.1.2.3, in a private network; set allow_private_addresses=True",
         ),
         (
             {"command": COMMAND, "tools": ("paint",)},
-            "MCP server squares has square, add, .*, and not paint; correct its tools",
+            "MCP server squares has no tool paint, only square, add, .*; correct its setting `tools`",
         ),
         ({"url": "http://127.0.0.1:9/mcp", "api_key_env": "NO_SUCH_KEY"}, "api_key_env=NO_SUCH_KEY, but"),
     ],

@@ -141,12 +141,12 @@ def test_the_conversation_is_a_response_of_openais_types(
 def test_failures_of_the_server_are_named(url: str, tmp_path: Path) -> None:
     made = environment(url, tmp_path, row(broken=True), row(reward="high"))
     broken, odd = made.tasks("train")
-    with pytest.raises(NoScoreError, match=r"fails in /seed_session \(status 500 .*no such game"):
+    with pytest.raises(NoScoreError, match=r"failed in /seed_session \(status 500 .*no such game"):
         played(made, broken, ["abc"])
     with pytest.raises(NoScoreError, match="reward 'high'"):
         played(made, odd, ["abc"])
     down = environment("http://127.0.0.1:9", tmp_path, row())
-    with pytest.raises(NoScoreError, match=r"at http://127.0.0.1:9 fails in /seed_session \(ConnectError"):
+    with pytest.raises(NoScoreError, match=r"at http://127.0.0.1:9 failed in /seed_session \(ConnectError"):
         played(down, down.tasks("train")[0], ["abc"])
 
 
@@ -159,7 +159,7 @@ def test_failures_of_the_server_are_named(url: str, tmp_path: Path) -> None:
             {"responses_create_params": {"input": [{"role": "assistant", "content": "a"}]}},
             "the last message is assistant",
         ),
-        ({"responses_create_params": {"input": [{"type": "function_call", "name": "a"}]}}, "is not a message of"),
+        ({"responses_create_params": {"input": [{"type": "function_call", "name": "a"}]}}, "is not a message with"),
         (row([{"type": "input_audio"}]), "is not a text or an image"),
         (row(tools=[{"type": "web_search"}]), "is not a function with a name"),
         (row(tools=[{"type": "function", "name": "../verify"}]), "is not a function with a name"),

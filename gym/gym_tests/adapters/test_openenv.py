@@ -122,7 +122,9 @@ def test_failures_are_named(url: str) -> None:
     changing = corridor(url, text_keys=("text", "step_id"))
     with pytest.raises(NoScoreError, match=r"seed 0\b"):
         played(changing, changing.tasks("train")[0], ["left"])
-    with pytest.raises(ConfigError, match=r"observes .*text, .*, and not depth; correct its settings"):
+    with pytest.raises(
+        ConfigError, match=r"returned an observation with .*text, .*, without depth; correct its settings"
+    ):
         corridor(url, image_keys=("depth",))
 
     async def too_many() -> None:
@@ -205,9 +207,7 @@ def test_actions_are_read(text: str, key: str | None, action: dict[str, Any] | N
 )
 def test_what_is_not_a_picture_is_named(value: Any, shape: Any) -> None:
     config = OpenEnvEnvironment(url="http://x", image_keys=("shot",))
-    with pytest.raises(
-        NoScoreError, match=r"observes no picture in shot .*it may hold base64, or values from 0 to 255"
-    ):
+    with pytest.raises(NoScoreError, match=r"returned no picture in shot .*give base64, or values from 0 to 255"):
         parts_of({"observation": {"shot": value, "shot_shape": shape}}, config)
 
 

@@ -53,7 +53,7 @@ def images_of(tasks: list[Task]) -> set[object]:
     ("rows", "message"),
     [
         ([{"images": ["absent.png"]}] * 60, r"row 0, image 1 \(.*absent\.png\): no such image file"),
-        ([{"images": [png(1)]}] * 60, "the 60 training rows, or those that are left of them, share one image"),
+        ([{"images": [png(1)]}] * 60, "the 60 training rows, or the remaining ones, share one image"),
         ([{"images": [png(1)]}], "there is a single training row"),
     ],
 )

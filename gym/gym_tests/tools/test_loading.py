@@ -59,7 +59,7 @@ def test_tools_are_built_in_or_in_files_and_modules(file: Path) -> None:
         ("{file}:brightnes", "has no brightnes; did you mean brightness?"),
         ("{file}:NUMBER", "is of type int; name a function or a tool"),
         ("no_such_module:f", "tools=no_such_module:f cannot be imported: it raised ModuleNotFoundError"),
-        ("python:__main__.f", "is an object that Python code has given"),
+        ("python:__main__.f", "is an object that was passed from Python code"),
         ("python", "set allow_python=true if you want that"),
     ],
 )

@@ -143,14 +143,17 @@ NO_TURNS = [
 @table(
     ("returned", "problem"),
     [
-        (None, "None, which is not a number (is there a `return`?); a score is one, or parts by name; fix it"),
-        ("1.0", "'1.0', which is not a number; a score is one, or parts by name; fix it"),
+        (None, "None, which is not a number (is there a `return`?); a score is a number or named parts; fix it"),
+        ("1.0", "'1.0', which is not a number; a score is a number or named parts; fix it"),
         (float("nan"), "nan, which is not finite"),
         ({}, "{}, which names no part and no reward"),
         ({"image_parts": []}, "which names no part and no reward"),
         (MANY, "101 parts, and each is a separate metric; return at most 100"),
         ({"overlong": 0.0, "found": 1.0}, "a part overlong: the metric reward/overlong is the penalty of algorithm"),
-        ({"caf\udce9": 0.0}, r"a part 'caf\udce9', which holds half of a UTF-16 pair, which no plot shows; rename it"),
+        (
+            {"caf\udce9": 0.0},
+            r"a part 'caf\udce9', which holds half of a UTF-16 pair, which no plot can show; rename it",
+        ),
         ({"reward": 1, "image_parts": [{"caf\udce9": 0}, {}]}, r"a part 'caf\udce9', which holds half of a UTF-16"),
         ({"reward": 1, "marks": [replace(BOX, label="\ud800")]}, r"a mark labelled '\ud800', which holds half of"),
         (10**400, "a number beyond 1e308, which is not finite"),
@@ -183,7 +186,7 @@ NO_TURNS = [
         (scores(marks=(BOX,) * 101), "101 marks; return at most 100"),
         *((scores(turns=turns), problem) for turns, problem in NO_TURNS),
         *(({"reward": 1.0, "turns": turns}, problem) for turns, problem in NO_TURNS),
-        ({"turns": [1, -0.25]}, "2 rewards as turns of an episode of 1; give one each"),
+        ({"turns": [1, -0.25]}, "2 rewards as turns, but the episode has 1 turns; give one per turn"),
     ],
 )
 def test_what_is_no_score_is_named(returned: object, problem: str) -> None:
@@ -464,7 +467,7 @@ class Plain:
     [
         ({"answer_end": "</a>"}, r"Own has answer_end='</a>'; set fovea_gym.types.AnswerEnd\(\), for a box"),
         ({"reply": lambda self, task, turns: []}, "Own has a method reply, but no max_turns; add max_turns = 4"),
-        ({"max_turns": 0}, "Own has max_turns=0; set a whole number from 1 on"),
+        ({"max_turns": 0}, "Own has max_turns=0; set a whole number of at least 1"),
         ({"stages": (), "default_starts": (), "at": None}, r"Own has no method at; add at\(stage\)"),
         ({"stages": ("a",), "at": lambda self, stage: self}, r"environment=Own has stages, but no default_starts; add"),
     ],

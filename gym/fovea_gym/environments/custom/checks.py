@@ -17,7 +17,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def check_tasks(tasks: Sequence[Task], made: str) -> None:
-    """Check the rows of a split. Of those that are made on access only the first is: making all may take hours."""
+    """Check the rows of a split; if they are made on access, only the first, since making all may take hours."""
     if not len(tasks):
         raise DataError(f"{made} holds no rows; return some for every split")
     is_made = isinstance(tasks, list | tuple)
@@ -32,12 +32,12 @@ def check_tasks(tasks: Sequence[Task], made: str) -> None:
 
 
 def _first_made(tasks: Sequence[Task]) -> Iterator[Task]:
-    with suppress(BadRowError):  # it is refused when its turn comes
+    with suppress(BadRowError):  # a bad row is reported when the run reaches it
         yield tasks[0]
 
 
 def check_task(task: Task, made: str) -> None:
-    """Check that the fields of a row are of the types that `Task` says."""
+    """Check that the fields of a row have the types that `Task` declares."""
     holds = f"{made} holds a Task of id {task.id!r}"
     for name in _TEXTS:
         value: object = getattr(task, name)
@@ -51,7 +51,7 @@ def check_task(task: Task, made: str) -> None:
 
 
 def check_messages(messages: object, made: str, otherwise: str = "") -> None:
-    """Check the messages of a prompt or a reply; there is at least one. `otherwise` is what may be returned, too."""
+    """Check the messages of a prompt or a reply, at least one. `otherwise` names what else may be returned."""
     fix = f'return a list of fovea_gym.types.Message, [Message(role="user", parts=(task.question,))]{otherwise}'
     if not _is_list(messages) or not messages:
         raise DataError(f"{made} returned {_typed(messages)}; {fix}")
@@ -62,7 +62,7 @@ def check_messages(messages: object, made: str, otherwise: str = "") -> None:
 
 
 def check_demonstration(answers: object, made: str, max_turns: int) -> None:
-    """Check the model's answers of an episode, turn by turn."""
+    """Check the model's answers in a demonstration, one for every turn."""
     if not _is_list(answers):
         raise DataError(f"{made} returned {_typed(answers)}; return a list with one text for every turn")
     for answer in answers:
@@ -75,7 +75,7 @@ def check_demonstration(answers: object, made: str, max_turns: int) -> None:
 
 
 def check_answer(answer: object, made: str) -> None:
-    """Check an answer to imitate."""
+    """Check an answer that `target` or `demonstration` returned."""
     if not isinstance(answer, str):
         raise DataError(f"{made} returned the answer {_typed(answer)}; return a text")
     _check_characters(answer, f"{made} returned the answer ")
@@ -95,28 +95,28 @@ def _check_message(message: Message, returned: str) -> None:
 
 
 def _check_characters(text: str, found: str) -> None:
-    """Refuse halves of UTF-16 pairs, which `errors="surrogateescape"` and `"surrogatepass"` leave in a text."""
+    """Raise DataError for halves of UTF-16 pairs, which `errors="surrogateescape"` and `"surrogatepass"` leave."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{found}{_typed(text)}: character {error.start} is half of a pair, which neither a tokenizer nor a file "
-            "takes; decode the bytes with errors='replace'"
+            f"{found}{_typed(text)}: character {error.start} is half of a UTF-16 pair, which no tokenizer or file "
+            "accepts; decode the bytes with errors='replace'"
         ) from None
 
 
 def _check_image(image: object, found: str) -> None:
     if not isinstance(image, ImageRef):
-        raise DataError(f"{found} {_typed(image)}; give a picture as ImageRef(source=picture), of fovea_gym.types")
+        raise DataError(f"{found} {_typed(image)}; give a picture as fovea_gym.types.ImageRef(source=picture)")
     if not isinstance(image.source, bytes | str | np.ndarray | Image.Image):
         raise DataError(
-            f"{found} ImageRef(source={_typed(image.source)}); give encoded bytes, a path or URL as a text, RGB "
-            "values of numpy or a Pillow image"
+            f"{found} ImageRef(source={_typed(image.source)}); give encoded bytes, a path or URL as a text, a numpy "
+            "array of RGB values or a Pillow image"
         )
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """True if a value is a list of things: a text is one thing."""
+    """True if a value is a list or another sequence, but not a text or bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 

@@ -1,4 +1,4 @@
-"""A class of the user's as an environment: its rows checked, its errors named, its replies and sessions called."""
+"""Environments from the user's classes: checks their rows, names their errors, and calls their replies and sessions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from fovea_gym.types import Message, Score, Task, Turn
 
 
 class UserEnvironment(Environment):
-    """The rows and messages of a user's object. Without a method `reply` an episode has one turn."""
+    """An environment from the user's object. Without a method `reply`, an episode has one turn."""
 
     def __init__(self, user: Any, name: str) -> None:
-        """`user` has the methods that `custom.loading` checks; `name` is what messages call it."""
+        """`user` has the methods that `custom.loading` checks; `name` is its name in messages."""
         self._user = user
         self._name = name
         self.max_turns = getattr(user, "max_turns", 1)
@@ -42,7 +42,7 @@ class UserEnvironment(Environment):
         return tasks
 
     def prompt(self, task: Task) -> Sequence[Message]:
-        check_task(task, f"{self._name}.tasks")  # it may have been made on access
+        check_task(task, f"{self._name}.tasks")  # a task that is made on access was not checked before
         messages: Sequence[Message] = self._checked("prompt", check_messages, task)
         return messages
 
@@ -81,7 +81,7 @@ class UserEnvironment(Environment):
         return defines(self._user, "tools")
 
     def _checked(self, method: str, check: Callable[[Any, str], None], task: Task, *arguments: object) -> Any:
-        """The result of a method of the user's for a task; DataError, which names both, where it is wrong."""
+        """The checked result of the user's method for a task; DataError, which names both, if it is wrong."""
         made = f"{task.id}: {self._name}.{method}"
         with named(lambda error: DataError(f"{made} {describe_error(error)}; fix it")):
             returned = getattr(self._user, method)(task, *arguments)
@@ -90,15 +90,15 @@ class UserEnvironment(Environment):
 
 
 class UserSessions(UserEnvironment):
-    """The rows, messages and replies of a user's object: of its sessions, where it has a method `open`."""
+    """An environment with sessions from the user's object: those of its `open`, or else sessions of its `reply`."""
 
     def __init__(self, user: Any, name: str, threads: CallThreads) -> None:
-        """`threads` are those in which plain functions are called."""
+        """Functions that are not async are called in `threads`."""
         super().__init__(user, name)
         self._threads = threads
 
     async def open(self, task: Task, seed: int) -> Session:
-        """Begin an episode; NoScoreError where what the user's `open` returns is not a session."""
+        """Begin an episode; NoScoreError if the user's `open` does not return a session."""
         if not defines(self._user, "open"):
             return WaitingReplies(self._user.reply, task, self._threads)
         opened = await called(self._threads, self._user.open, task, seed)
@@ -110,7 +110,7 @@ class UserSessions(UserEnvironment):
 
 
 class UserSession(Session):
-    """A session of the user's; its `score` and its `close` may be missing."""
+    """A session from the user's object, whose methods `score` and `close` are optional."""
 
     def __init__(self, opened: Any, task: Task, threads: CallThreads) -> None:
         self._opened = opened
@@ -122,7 +122,7 @@ class UserSession(Session):
         return messages
 
     async def score(self, turns: Sequence[Turn]) -> Score | None:
-        """NoScoreError where it raises, or returns what is not a score; None where the user wrote none."""
+        """The session's score, None if it has no method `score`; NoScoreError if it does not return a valid score."""
         if not self.has_score:
             return None
         return checked_score(await called(self._threads, self._opened.score, turns), self._task, turns)

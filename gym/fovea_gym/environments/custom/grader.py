@@ -1,4 +1,4 @@
-"""Graders from the user's code, whose score is finite or named as absent: the call raised, or returned no score."""
+"""Graders that call the user's code: their scores are finite; a call that raises or returns no score is reported."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from fovea_gym.types import ImageRef, Mark, Score, Task, Turn
 REWARD, ACCURACY = "reward", "accuracy"
 IMAGE_PARTS, MARKS, TURNS = BESIDE_PARTS
 MAX_PARTS = 100
-"""The most parts of a score, and of each of its images: every part is a line of every step's metrics."""
+"""The most parts of a score, and of each of its images: every part becomes a metric of every step."""
 MAX_MARKS = 100
-"""The most boxes and points of a score, all of which are kept with it and drawn."""
+"""The most boxes and points of a score, all of which are stored with it and drawn on its images."""
 SAME_SUM = 1e-4
-"""Difference from their sum, relative to sizes above 1, at which a reward contradicts those of its turns."""
+"""Largest difference between a reward and the sum of its turns' rewards, relative to values above 1."""
 ScoreFunction: TypeAlias = Callable[[Task, Sequence[Turn]], object]
 """The user's `score(task, turns)`, plain or async: a `Score`, a number or a mapping of named parts."""
 
 
 class UserGrader:
-    """A function of the user's as a grader. A plain one blocks, and is called in threads."""
+    """Grades with a function of the user; one that is not async is called in threads, since it blocks."""
 
     def __init__(self, function: ScoreFunction, threads: BlockingCalls) -> None:
-        """Stages of one environment share `threads`, which count the calls that were given up."""
+        """Stages of one environment share `threads`, which count the calls that were abandoned."""
         self._function = function
         self._threads = threads
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """NoScoreError where the function raises, or returns what is not a score."""
+        """The score that the function returns; NoScoreError if it raises or returns anything else."""
         return checked_score(await self.call(task, turns), task, turns)
 
     async def call(self, task: Task, turns: Sequence[Turn]) -> object:
-        """The result of the function, unchecked; NoScoreError where it raises."""
+        """The unchecked result of the function; NoScoreError if it raises."""
         with without_ends(), named(lambda error: NoScoreError(describe_error(error))):
             returned: object = await called(self._threads, self._function, task, turns)
         return returned
@@ -63,20 +63,20 @@ def reward_grader(
 
 
 class SeveralRewards:
-    """The user's reward functions by name; one that returns None has no say, as with TRL. The first gives accuracy."""
+    """The user's reward functions by name. As in TRL, one that returns None is skipped. The first gives accuracy."""
 
     def __init__(self, specs: Sequence[str], graders: Sequence[UserGrader], weights: Sequence[float] | None) -> None:
-        """`specs` are the names of the functions in the settings; without `weights` each counts once."""
+        """`specs` are the names of the functions in the settings; without `weights`, each has the weight 1."""
         names = [part_name(spec) for spec in specs]
         self._graders = dict(zip(names, graders, strict=True))
         self._weights = dict(zip(names, weights or [1.0] * len(names), strict=True))
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """NoScoreError where a function raises, returns what is not a score, or all return None."""
+        """The weighted sum; NoScoreError if a function raises or returns an invalid score, or if all return None."""
         scores = {name: await self._score(name, task, turns) for name in self._graders}
         found = {name: score for name, score in scores.items() if score is not None}
         if not found:
-            raise NoScoreError("returned None, each of them; one has to return a number or named parts")
+            raise NoScoreError("all returned None; at least one has to return a number or named parts")
         parts: dict[str, float] = {}
         for name, score in found.items():
             parts |= {name: score.reward, **{f"{name}/{part}": value for part, value in score.parts.items()}}
@@ -107,20 +107,20 @@ def _image_parts(scores: Mapping[str, Score]) -> tuple[Mapping[str, float], ...]
 
 
 def checked_score(returned: object, task: Task, turns: Sequence[Turn]) -> Score:
-    """The score that the user's code returned for an answer to a task; NoScoreError where it is none."""
+    """The score that the user's code returned for an episode; NoScoreError if it is not a valid score."""
     try:
         score = score_of(returned, num_images=len(task.images))
     except ValueError as error:
         raise NoScoreError(f"returned {error}") from error
     if len(score.turns) not in (0, len(turns)):
         raise NoScoreError(
-            f"returned {len(score.turns)} rewards as {TURNS} of an episode of {len(turns)}; give one each"
+            f"returned {len(score.turns)} rewards as {TURNS}, but the episode has {len(turns)} turns; give one per turn"
         )
     return score
 
 
 def score_function(reward: RewardFunction, open_image: OpenImage) -> ScoreFunction:
-    """A reward function, plain or async, which is called with the text of the last turn and the images of the task."""
+    """Make a score function that calls a reward function with the text of the last turn and the images of the task."""
     with_length = takes_length(reward)
 
     def call(task: Task, turns: Sequence[Turn]) -> object:
@@ -156,11 +156,12 @@ class OpenedImages(Sequence[Image]):
 
 
 def score_of(returned: object, *, num_images: int) -> Score:
-    """The score that the user's code returned; ValueError where it is none.
+    """The score that the user's code returned; ValueError if it is not a valid score.
 
-    A number is the reward. Of named parts it is the part `reward`, else their sum. The accuracy is the part
-    `accuracy`, else the reward, held to 0..1. `image_parts` is a list with a mapping of parts for every image, `marks`
-    a list of `types.Mark`s, `turns` a list with the reward of every turn, which then sum to the reward.
+    A number is the reward. In a mapping of named parts, the reward is the part `reward` or else the sum of the parts,
+    and the accuracy is the part `accuracy` or else the reward, clamped to 0..1. `image_parts` is a list with a mapping
+    of parts for every image, `marks` a list of `types.Mark`, and `turns` a list with the rewards of the turns, whose
+    sum is the reward.
     """
     if isinstance(returned, Score):
         _number(returned.accuracy, "accuracy")
@@ -180,7 +181,7 @@ def score_of(returned: object, *, num_images: int) -> Score:
 
 
 def _checked(score: Score, num_images: int) -> Score:
-    """The score with plain numbers throughout."""
+    """The score, checked, with all its numbers as Python floats."""
     _check_forms(score.parts, score.image_parts, score.marks)
     _check_turns(score.turns)
     for parts in (score.parts, *score.image_parts):
@@ -206,7 +207,7 @@ def _checked(score: Score, num_images: int) -> Score:
 
 
 def _check_forms(parts: object, images: object, marks: object) -> None:
-    """ValueError for what is not of the type that the field of a score has, such as None for no parts."""
+    """Raise ValueError for fields of a score that have the wrong type, such as None for no parts."""
     if not isinstance(parts, Mapping):
         raise ValueError(f"{parts!r:.60} as parts, which is not a mapping of names to numbers")
     if not isinstance(images, Sequence) or not all(isinstance(image, Mapping) for image in images):
@@ -216,7 +217,7 @@ def _check_forms(parts: object, images: object, marks: object) -> None:
 
 
 def _check_turns(turns: object) -> None:
-    """ValueError for rewards of turns that are not a list of finite numbers."""
+    """Raise ValueError for rewards of turns that are not a list of finite numbers."""
     if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
         raise ValueError(f"{turns!r:.60} as {TURNS}, which is not a list with the reward of every turn")
     for place, value in enumerate(turns, start=1):
@@ -224,7 +225,7 @@ def _check_turns(turns: object) -> None:
 
 
 def _check_parts(parts: Mapping[str, object]) -> None:
-    """ValueError for too many parts, and for one whose name can be no metric's."""
+    """Raise ValueError for too many parts, or for a part whose name cannot be a metric's."""
     if len(parts) > MAX_PARTS:
         raise ValueError(f"{len(parts)} parts, and each is a separate metric; return at most {MAX_PARTS}")
     if OVERLONG in parts:
@@ -237,7 +238,7 @@ def _check_parts(parts: Mapping[str, object]) -> None:
 
 def _check_characters(name: str, what: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in name):
-        raise ValueError(f"{what} {name!r:.60}, which holds half of a UTF-16 pair, which no plot shows; rename it")
+        raise ValueError(f"{what} {name!r:.60}, which holds half of a UTF-16 pair, which no plot can show; rename it")
 
 
 def _checked_mark(mark: Mark, num_images: int) -> Mark:
@@ -252,17 +253,17 @@ def _checked_mark(mark: Mark, num_images: int) -> Mark:
 
 
 def _number(value: object, name: str) -> float:
-    """A number of Python, numpy or torch; ValueError for anything else, and for one that is not finite."""
+    """Convert a number of Python, numpy or torch; ValueError for anything else, or if it is not finite."""
     called = f" as {name}" if name else ""
     is_complex = isinstance(value, Complex) and not isinstance(value, Real)  # numpy would drop the imaginary part
     if isinstance(value, str | bytes) or is_complex or not isinstance(value, SupportsFloat):
         no_return = " (is there a `return`?)" if value is None and not name else ""
-        raise ValueError(f"{value!r:.60}{called}, which is not a number{no_return}; a score is one, or parts by name")
+        raise ValueError(f"{value!r:.60}{called}, which is not a number{no_return}; a score is a number or named parts")
     try:
         number = float(value)
-    except OverflowError:  # whole numbers, which may also be too large for a text
+    except OverflowError:  # of an int, which may also be too large to print
         raise ValueError(f"a number{called} beyond 1e308, which is not finite") from None
-    except (TypeError, ValueError, RuntimeError):  # arrays of several values, as numpy and torch say it
+    except (TypeError, ValueError, RuntimeError):  # raised by numpy and torch for arrays of several values
         raise ValueError(f"{value!r:.60}{called}, which is not one number") from None
     if not math.isfinite(number):
         raise ValueError(f"{number}{called}, which is not finite")

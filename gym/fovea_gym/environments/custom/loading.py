@@ -1,6 +1,6 @@
-"""The user's code, `path/to/file.py:name`: imported, which runs its top level, and checked before the run begins.
+"""Imports the user's code, `path/to/file.py:name`, and checks it before the run begins.
 
-What it imports is found as if python had been started with the file.
+Importing runs the top level of the file. Its own imports are found as if Python had been started with the file.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from fovea_gym.types import AnswerEnd
 OWN_PACKAGE = __name__.partition(".")[0]
 TASK, TURNS = ("task",), ("task", "turns")
 METHODS: Mapping[str, tuple[str, ...]] = {"tasks": ("split",), "prompt": TASK, "score": TURNS, "target": TASK}
-"""The methods of an environment, with the arguments that each is called with."""
+"""The required methods of an environment, with the arguments that each is called with."""
 MORE_METHODS: Mapping[str, tuple[str, ...]] = {
     **{"reply": TURNS, "open": ("task", "seed"), "demonstration": TASK, "tools": TASK},
     "at": ("stage",),
 }
-"""The methods of environments of several turns, with or without sessions, and of several stages."""
+"""The optional methods, for environments with several turns, sessions, tools or stages."""
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """The function of `reward`; ConfigError where there is none that can be called."""
+    """The function that the setting `reward` names; ConfigError if there is none that can be called."""
     return checked_reward(load_named(spec, "reward"), spec)
 
 
 def checked_reward(function: object, name: str) -> RewardFunction:
-    """The reward function, one of another trainer's signature wrapped; ConfigError for what cannot be called as one."""
+    """Check a reward function, and wrap one with another trainer's signature; ConfigError if it cannot be called."""
     if not callable(function):
         raise ConfigError(f"reward={name} is {type(function).__name__}, not a function; name one")
     if (published := called_by_name(function, name)) is not None:
@@ -66,9 +66,9 @@ def checked_reward(function: object, name: str) -> RewardFunction:
 
 
 def load_environment(settings: OwnEnvironment, section: str = "") -> Any:
-    """An instance of the class of `settings.file`; ConfigError where it is none, or lacks a method.
+    """An instance of the class that `settings.file` names; ConfigError if it is not a class or lacks a method.
 
-    Errors name the setting that `section` is, with the file as its value.
+    Errors name `section` as the setting, with the file as its value.
     """
     spec, setting = settings.file, section.removesuffix(".")
     made = load_named(spec, setting)
@@ -79,13 +79,13 @@ def load_environment(settings: OwnEnvironment, section: str = "") -> Any:
 
 
 def checked_environment(user: Any, name: str, setting: str = "") -> Any:
-    """An object of the user's that has the methods of an environment; ConfigError where it lacks one.
+    """Return the user's object if it has the methods of an environment; ConfigError if it lacks one.
 
-    `setting` is the one that errors say has `name` as its value, if any.
+    `setting`, if any, is the setting that errors name, with `name` as its value.
     """
     named = _setting_of(name, setting)
     needed = METHODS.keys() | ({"at"} if defines(user, "stages") else set())
-    # its graders or its sessions may score
+    # its graders or its sessions may score instead
     needed -= {"score"} if hasattr(user, "graders") or defines(user, "open") else set()
     for method, parameters in {**METHODS, **MORE_METHODS}.items():
         bound = getattr(user, method, None)
@@ -109,14 +109,14 @@ def checked_environment(user: Any, name: str, setting: str = "") -> Any:
 
 
 def _check_turns(user: Any, named: str) -> None:
-    """An environment that replies says how often, and the reverse."""
+    """Raise ConfigError if an environment replies without a limit of turns, or has a limit but never replies."""
     max_turns = getattr(user, "max_turns", None)
     for method in ("reply", "open"):
         if hasattr(user, method) and max_turns is None:
             fix = "add max_turns = 4, or another bound"
             raise ConfigError(f"{named} has a method {method}, but no max_turns; {fix}")
     if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
-        raise ConfigError(f"{named} has max_turns={max_turns!r}; set a whole number from 1 on")
+        raise ConfigError(f"{named} has max_turns={max_turns!r}; set a whole number of at least 1")
     if max_turns is not None and max_turns > 1 and not any(defines(user, each) for each in ("reply", "open", "tools")):
         fix = "add reply(task, turns), or leave max_turns out"
         raise ConfigError(f"{named} has max_turns={max_turns}, but no reply, open or tools; {fix}")
@@ -139,12 +139,12 @@ def _instance(made: type, settings: OwnEnvironment, section: str) -> object:
 
 
 def _setting_of(name: str, setting: str) -> str:
-    """The name as the value of its setting, `environment=mine.py:Own`; only the name where there is no setting."""
+    """The name as the value of its setting, `environment=mine.py:Own`; only the name if there is no setting."""
     return f"{setting}={name}" if setting else name
 
 
 def load_named(spec: str, setting: str = "") -> object:
-    """The object that a file defines under a name."""
+    """The object that `path/to/file.py:name` names; ConfigError if the file cannot be imported or lacks it."""
     path, name = check_named(spec, setting)
     module, error = result_or_error(lambda: import_file(path))
     if error is not None:
@@ -161,14 +161,14 @@ def load_named(spec: str, setting: str = "") -> object:
 
 
 def check_named(spec: str, setting: str) -> tuple[Path, str]:
-    """The file and the name that `path/to/file.py:name` gives; ConfigError for another form, or where no file is."""
+    """The file and the name in `path/to/file.py:name`; ConfigError for another form or a missing file."""
     if spec.startswith(FROM_PYTHON):
         raise ConfigError(_is_from_python(spec, setting))
     file, _, name = spec.rpartition(":")
     named = _setting_of(spec, setting)
     if not file.endswith(".py") or not name.isidentifier():
         fix = file_meant(spec) or "path/to/file.py:name"
-        raise ConfigError(f"{named} does not name a file and something in it; write {fix}")
+        raise ConfigError(f"{named} does not name a file and an object in it; write {fix}")
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(f"{named}: there is no file {path} in {Path.cwd()}; fix the path")
@@ -176,18 +176,18 @@ def check_named(spec: str, setting: str) -> tuple[Path, str]:
 
 
 def _is_from_python(spec: str, setting: str) -> str:
-    """Advice for settings that name an object of a Python program when none was given."""
+    """The error text for a setting that names an object of a Python program, if no object was passed."""
     made_in_place = " (a lambda or a local name has to become a def or class at the top of one)"
     return (
-        f"{setting}={spec} is an object that Python code has given, and is in no file that is named; give it again "
-        f"from Python, to resume with fovea.GRPO(recipe='RUN/config.yaml', {setting}=..., resume='auto') or fovea.PPO, "
+        f"{setting}={spec} is an object that was passed from Python code, not the name of a file; pass it again "
+        f"from Python: to resume with fovea.GRPO(recipe='RUN/config.yaml', {setting}=..., resume='auto') or fovea.PPO, "
         f"to evaluate with fovea.evaluate('RUN', {setting}=...); for `fovea eval` and new runs name the same code in a "
         f"file, {setting}=path/to/file.py:name{made_in_place if '<' in spec else ''}"
     )
 
 
 def name_of(given: object) -> str:
-    """The name of an object that Python code has given, `python:module.name`: of a function, or of its class."""
+    """The name `python:module.name` of an object passed from Python code: that of a function, or of its class."""
     while isinstance(given, partial):
         given = given.func
     named = given if hasattr(given, "__qualname__") else type(given)
@@ -210,20 +210,20 @@ def _check_call(function: Callable[..., object], parameters: Sequence[str], sett
 
 
 def import_file(path: Path) -> ModuleType:
-    """Run a file as a separate module, anew with each call; raises whatever the file does."""
+    """Run a file as a separate module, again with each call; raises whatever the file raises."""
     name = f"fovea_own_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, f"{path} ends in .py"
     assert spec.loader is not None, f"{path} ends in .py"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # data classes look their module up there
+    sys.modules[name] = module  # dataclasses look up their module there
     with _modules_beside(path.resolve().parent):
         spec.loader.exec_module(module)
     return module
 
 
 def imported_files(path: Path) -> list[Path]:
-    """Files that a file imports from its folder or the working directory, by itself or by others, as its text says."""
+    """Files that a file's source imports from its folder or the working directory, directly or indirectly."""
     found, unread = set[Path](), [path.resolve()]
     while unread:
         file = unread.pop()
@@ -234,7 +234,7 @@ def imported_files(path: Path) -> list[Path]:
 
 
 def _candidates(file: Path, beside: Path) -> Iterator[Path]:
-    """Paths that the modules which a file imports would have, those of their packages included."""
+    """Possible paths of the modules that a file imports, and of their packages."""
     for level, name in _imported_names(file):
         roots = file.parents[level - 1 : level] if level else (beside, Path.cwd())
         parts = name.split(".")
@@ -245,22 +245,22 @@ def _candidates(file: Path, beside: Path) -> Iterator[Path]:
 
 
 def _imported_names(file: Path) -> Iterator[tuple[int, str]]:
-    """Number of leading dots and dotted name of each import in a file; none of a file that is not Python."""
+    """Number of leading dots and dotted name of each import in a file; nothing for a file that is not valid Python."""
     with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(file.read_bytes())):
             if isinstance(node, ast.Import):
                 yield from ((0, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                # what is imported from a package may be a module of it
+                # a name that is imported from a package may be one of its modules
                 yield from ((node.level, f"{node.module or ''}.{alias.name}".strip(".")) for alias in node.names)
 
 
 @contextmanager
 def _modules_beside(folder: Path) -> Iterator[None]:
-    """Search modules first in a folder, then in the working directory, then as before.
+    """Within the block, search modules first in a folder, then in the working directory, then as before.
 
-    Afterwards both are searched last, for imports within functions, so that no file there takes the place of an
-    installed package that is yet to be imported.
+    Afterwards both folders are searched last, for imports inside functions, so that their files do not shadow installed
+    packages that are imported later.
     """
     folders = dict.fromkeys((str(folder), str(Path.cwd())))
     others = _modules_of_other_folders(folder)
@@ -275,7 +275,7 @@ def _modules_beside(folder: Path) -> Iterator[None]:
             with suppress(ValueError):  # the file has removed it
                 sys.path.remove(each)
         sys.path += [each for each in folders if each not in sys.path]
-        # found under their names again by the code that imported them; later ones live on in theirs
+        # restore the earlier modules for the code that imported them; the file keeps references to its own
         names = {name.partition(".")[0] for name in others}
         for name in [name for name in sys.modules if name.partition(".")[0] in names]:
             del sys.modules[name]
@@ -283,7 +283,7 @@ def _modules_beside(folder: Path) -> Iterator[None]:
 
 
 def _modules_of_other_folders(folder: Path) -> dict[str, ModuleType]:
-    """Modules that a file in this folder would be given in place of those beside it: of one name, from elsewhere."""
+    """Loaded modules from elsewhere that a file in this folder would import instead of its neighbours of that name."""
     beside = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
     names = {
         name
@@ -294,7 +294,7 @@ def _modules_of_other_folders(folder: Path) -> dict[str, ModuleType]:
 
 
 def _is_from_elsewhere(module: ModuleType, folder: Path) -> bool:
-    """True if a module is of a file in another folder, and of no installed package."""
+    """True if a module was loaded from another folder and is not part of an installed package."""
     file = getattr(module, "__file__", None)
     known = (folder, *(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")))
     return file is not None and not any(Path(file).resolve().is_relative_to(each.resolve()) for each in known)

@@ -1,7 +1,7 @@
-"""Calls of the user's rewards in processes: one whose call is late is killed, and another is started.
+"""Calls the user's reward functions in child processes; one that exceeds its time limit is killed and replaced.
 
-A thread that holds the interpreter lock stops its whole process, and cannot be killed. Tasks go as pickles, since rows
-hold arrays and pictures; answers come as JSON, so that nothing of theirs is unpickled.
+A thread that holds the interpreter lock blocks its whole process and cannot be killed. Tasks are sent as pickles, since
+rows hold arrays and pictures; scores come back as JSON, so that nothing from a child process is unpickled.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.launch import module_command, with_this_fovea, without_torchrun
 
 HEADER = struct.Struct("!Q")
-"""Before each message, in both directions: its length in bytes."""
+"""Length in bytes of the message that follows it, in both directions."""
 MAX_ANSWER_BYTES = 2**24
 START_SECONDS = 300.0
-"""Longest start of a process, which may load a model."""
+"""Time limit for the start of a process, which may load a model."""
 END_SECONDS = 5.0
-"""Longest end of a process that has closed its socket."""
+"""Time limit for the exit of a process that has closed its socket."""
 POLL_SECONDS = 0.01
 _SCORES = TypeAdapter(Score)
 
 
 class RewardProcesses:
-    """A grader of which each call has a process; a process that has answered waits for the next call."""
+    """A grader that makes each call in a child process; a process that has answered is reused for a later call."""
 
     def __init__(self, module: str, settings: Mapping[str, Any], limits: CallLimits) -> None:
-        """`module` is run with the descriptor of a socket, by which it gets `settings`; of `limits` it has the time."""
+        """`module` is run with the file descriptor of a socket, over which it receives `settings`.
+
+        Of `limits`, only the time limit and the names for messages are used.
+        """
         self._command = module_command(module)
         self._settings = json.dumps(settings).encode()
         self._name = limits.name
@@ -50,7 +53,10 @@ class RewardProcesses:
         self._idle: list[RewardProcess] = []
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """NoScoreError where a call fails or is late, not counting the start; ConfigError where the import fails."""
+        """Score an episode in a child process, whose start does not count towards the time limit.
+
+        NoScoreError if the call fails or is late; ConfigError if the reward cannot be imported.
+        """
         why = "cannot be called in a process, since the task holds an object that cannot be pickled"
         with named(lambda error: NoScoreError(f"{why} ({first_line(error)})")):
             asked = (task, turns[-1].text, turns[-1].num_tokens)
@@ -67,7 +73,7 @@ class RewardProcesses:
         return _SCORES.validate_python(answer)
 
     async def _ask(self, process: RewardProcess, message: bytes) -> dict[str, Any]:
-        """The answer of a process, which then waits for the next call; EOFError says how a process has ended."""
+        """Return the answer of a process and keep it for later calls; EOFError says how a process has ended."""
         try:
             async with asyncio.timeout(self._limits.timeout_seconds):
                 answer = await process.ask(message)
@@ -84,7 +90,7 @@ class RewardProcesses:
         return answer
 
     async def aclose(self) -> None:
-        """End the processes that wait for a call; those amid one end as it is cancelled."""
+        """Kill the idle processes; a process in the middle of a call is killed when that call is cancelled."""
         while self._idle:
             await self._idle.pop().kill()
 
@@ -115,11 +121,11 @@ class RewardProcesses:
 
 
 class UnreadError(EOFError):
-    """A process ended before it read the message, which is therefore not the cause."""
+    """The process ended before it read the message, so the message is not the cause."""
 
 
 class RewardProcess:
-    """The trainer's end of the socket to one process."""
+    """One child process, and the trainer's end of the socket to it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
@@ -133,7 +139,10 @@ class RewardProcess:
         return self._process.exit_code is None
 
     async def ask(self, message: bytes) -> dict[str, Any]:
-        """The answer to a message; EOFError where the process has ended, UnreadError if it had not read the message."""
+        """Send a message and return the answer.
+
+        EOFError if the process has ended; UnreadError if it ended before it read the message.
+        """
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._socket)
         reader, writer = self._streams
@@ -145,14 +154,14 @@ class RewardProcess:
                 raise NoScoreError(f"returned a score of {size / 2**20:.0f} MiB; return fewer or smaller parts")
             answer: dict[str, Any] = json.loads(await reader.readexactly(size))
         except ConnectionError as error:
-            # of a broken pipe, or of a reset: Linux resets a socket that is closed with unread bytes
+            # a broken pipe, or a reset: Linux resets a socket that is closed with unread bytes
             raise UnreadError from error
         except IncompleteReadError as error:
             raise EOFError from error
         return answer
 
     async def ended(self) -> str:
-        """How a process has ended that has closed its socket, for which it has some seconds before it is killed."""
+        """Say how a process that has closed its socket ended; it is killed if it still runs after END_SECONDS."""
         # the kernel closes the socket first, and may then write a core file or free much memory
         with suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
@@ -160,7 +169,7 @@ class RewardProcess:
         return await self.kill()
 
     async def kill(self) -> str:
-        """Kill the process, unless it has ended by itself, and all that it has started; returns how it ended."""
+        """Kill the process, unless it has already ended, and everything that it started; returns how it ended."""
         self._process.kill()
         if self._streams is None:
             self._socket.close()
@@ -170,13 +179,13 @@ class RewardProcess:
         return f"exit code {code}" if code >= 0 else f"killed by signal {-code}, {signal.strsignal(-code)}"
 
     async def _exit_code(self) -> int:
-        """The exit code once there is one, negative for a signal; other calls go on meanwhile."""
+        """Wait for the exit code, negative for a signal, without blocking the event loop."""
         while (code := self._process.exit_code) is None:
             await asyncio.sleep(POLL_SECONDS)
         return code
 
 
 def score_to_json(score: Score) -> dict[str, Any]:
-    """A score as the answer of a process, which knows of no turns."""
+    """A score as the JSON answer of a process; without `turns`, since a process is given only the last turn."""
     answer: dict[str, Any] = _SCORES.dump_python(score, mode="json", exclude={"turns"})
     return answer

@@ -1,8 +1,8 @@
-"""Signatures of reward functions that other trainers publish, told by the names of their parameters.
+"""Reward functions with the signatures of other trainers, recognised by the names of their parameters.
 
-TRL's take `completions`, with the columns of the row by name, all as lists. verl's take `solution_str`, EasyR1's
-`reward_input` (before: `predict_str`), and those that score a batch the plural of these names. Functions of lists are
-called with lists of one completion.
+TRL's take `completions` and the columns of the row by name, all as lists. verl's take `solution_str`, EasyR1's take
+`reward_input` (earlier: `predict_str`), and those that score a batch take the plurals of these names. Functions of
+lists are called with lists of one completion.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fovea_gym.settings.rewards import OVERLONG
 from fovea_gym.types import Score, Task
 
 RewardFunction: TypeAlias = Callable[..., object]
-"""A function of the task, the text of the completion and the task's images: a number, or a mapping of named parts.
+"""A function of the task, the completion's text and the task's images; it returns a number or a mapping of named parts.
 
-One with a parameter `response_length` is also given the number of tokens of the completion, by this name.
+If it has a parameter `response_length`, it is also called with this keyword: the completion's number of tokens.
 """
 OWN_NAMES = ("task", "text", "images", "_task", "_text", "_images", "response_length")
 """Parameters of Fovea's own signature; one that a function does not use may begin with an underscore."""
@@ -33,21 +33,21 @@ ACCEPTED = (
     "further parameters that have defaults"
 )
 OF_THE_TRAINER = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""Arguments that only TRL's trainer has."""
+"""Arguments that only TRL's trainer can pass."""
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Keys of a row that TRL does not pass as columns."""
 BYTES_PER_TOKEN = 4
 """UTF-8 bytes per token, typical of current vocabularies."""
 _OWN = ("task", "text", "images")
 _COLUMNS = ("data_source", "extra_info", "data_sources", "extra_infos")
-"""Parameters of verl's signature that are columns of the row, or lists of one."""
+"""Parameters of verl's signature that take columns of the row; the plurals take a list with one cell."""
 _ANSWERS = ("solution_str", "predict_str", "reward_input", "solution_strs", "predicts", "reward_inputs")
-"""Parameters that tell verl's and EasyR1's signatures: each takes the completion, or a list of them."""
+"""Parameters by which verl's and EasyR1's signatures are recognised: the completion, or a list of completions."""
 BESIDE_PARTS = ("image_parts", "marks", "turns")
 """Keys of a mapping that are not parts of the reward; a number that another trainer's function returns under one of
 these names is logged as `NAME_part`."""
 _REWARDS = ("score", "overall", "reward")
-"""Keys of the reward in a mapping: verl's, EasyR1's, and verl's before."""
+"""Keys of the reward in a mapping: verl's, EasyR1's, and verl's former one."""
 
 
 def as_verl_result(score: Score) -> dict[str, float]:
@@ -61,9 +61,9 @@ def as_easyr1_result(score: Score) -> dict[str, float]:
 
 
 def called_by_name(function: Callable[..., Any], name: str) -> RewardFunction | None:
-    """A reward function that calls one of a published signature; None for a function of another.
+    """Wrap a function with another trainer's signature; None for a function with any other signature.
 
-    ConfigError where a required parameter is none of that signature.
+    ConfigError if the function requires a parameter that the signature does not have.
     """
     parameters = _parameters(function)
     if "completions" in parameters:
@@ -75,7 +75,7 @@ def called_by_name(function: Callable[..., Any], name: str) -> RewardFunction | 
 
     def arguments(task: Task, text: str, response_length: int | None) -> dict[str, object]:
         given = _named_arguments(task, text, length_of(text, response_length))
-        # a default of the function's own stands for a column that the row lacks
+        # the function's own default is used for a column that the row lacks
         lacking = [each for each in _COLUMNS if each.removesuffix("s") not in task.row]
         _check_columns(parameters, lacking)
         return {key: value for key, value in given.items() if key in parameters and key not in lacking}
@@ -93,9 +93,9 @@ def called_by_name(function: Callable[..., Any], name: str) -> RewardFunction | 
 
 
 def called_by_own_names(function: Callable[..., Any]) -> RewardFunction | None:
-    """A reward function that calls one with `task`, `text` and `images`, and what more is ours, by these names.
+    """Wrap a function that has `task`, `text` and `images` in another order, or further arguments of ours.
 
-    None for one that is called with these three by their places, and for any other.
+    None for a function that takes exactly these three in order, and for any other signature.
     """
     parameters = _parameters(function)
     own = {each: each.removeprefix("_") for each in parameters if each in OWN_NAMES}
@@ -122,7 +122,7 @@ def called_by_own_names(function: Callable[..., Any]) -> RewardFunction | None:
 
 
 def check_places(function: Callable[..., object], name: str) -> None:
-    """ConfigError where one of Fovea's names stands at the place of another argument."""
+    """Raise ConfigError if a parameter with one of Fovea's names is in the position of another argument."""
     for each, place in zip(_parameters(function), _OWN, strict=False):
         if each in OWN_NAMES and each.removeprefix("_") != place:
             raise ConfigError(
@@ -137,19 +137,19 @@ def takes_length(function: Callable[..., object]) -> bool:
 
 
 def check_required(function: Callable[..., object], known: Collection[str], name: str) -> None:
-    """ConfigError for a required parameter of a reward function whose name is not known."""
+    """Raise ConfigError if a reward function requires a parameter whose name is not known."""
     for each, parameter in _parameters(function).items():
         if each not in known and not _is_open(parameter) and parameter.default is Parameter.empty:
-            raise ConfigError(f"reward={name} needs `{each}`, which nothing gives; give it a default; {ACCEPTED}")
+            raise ConfigError(f"reward={name} needs `{each}`, which is never passed; give it a default; {ACCEPTED}")
 
 
 def length_of(text: str, num_tokens: int | None) -> int:
-    """Number of tokens of an answer, by its bytes where nobody has counted them."""
+    """Number of tokens of an answer, estimated from its bytes if they were not counted."""
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN) if num_tokens is None else num_tokens
 
 
 def _check_columns(parameters: Mapping[str, Parameter], lacking: Collection[str]) -> None:
-    """ValueError where a required parameter is a column that the row lacks."""
+    """Raise ValueError if a required parameter is a column that the row lacks."""
     for each in lacking:
         if each in parameters and parameters[each].default is Parameter.empty:
             column = each.removesuffix("s") if each in _COLUMNS else each
@@ -180,7 +180,7 @@ def _named_arguments(task: Task, text: str, response_length: int) -> dict[str, o
 
 
 def _parts(returned: Any) -> object:
-    """The reward and the numbers beside it of a mapping that verl or EasyR1 reads; other values are dropped."""
+    """The reward and the other numbers in a mapping of verl's or EasyR1's form; other values are dropped."""
     if not isinstance(returned, Mapping):
         return returned
     key = next((each for each in _REWARDS if each in returned), None)
@@ -239,7 +239,7 @@ def _arguments(
     given |= {key: [cell] for key, cell in task.row.items() if key not in NOT_COLUMNS}
     given["prompts"] = [messages if is_chat else task.question]
     given["completions"] = [[{"role": "assistant", "content": text}] if is_chat else text]
-    # opened only for a function that names them
+    # images are opened only for a function that has these parameters
     if "images" in parameters:
         given["images"] = [list(images)]
     if "image" in parameters:

@@ -1,4 +1,4 @@
-"""GeoSpot: the place where a picture was taken (docs/geospot.md); its gazetteer is an extra."""
+"""GeoSpot: find the place where a picture was taken (docs/geospot.md); needs the extra `geospot`."""
 
 from __future__ import annotations
 

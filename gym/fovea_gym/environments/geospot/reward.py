@@ -1,11 +1,11 @@
 """The reward of an answer: 0.3 country + 0.2 region + 0.2 city + 0.3 exp(-d / tolerance), in five stages.
 
 d is the great-circle distance in km. A stage asks for some of the four parts; their weights are scaled to sum to 1. A
-part that the answer lacks scores 0 and stays in that sum; a part that the *truth* lacks cannot be asked for.
+part that the answer lacks scores 0 and stays in that sum; a part that the *truth* lacks is not asked for.
 
-The tolerance tightens from stage to stage. While coordinates are not asked for, it is what a wrong country may be off:
-a guess whose middle is d from that of the true country scores exp(-d / tolerance) for its country. With coordinates,
-the distance is theirs, and a wrong country scores 0.
+The tolerance shrinks from stage to stage. In stages without coordinates, it gives partial credit for a wrong country: d
+is then the distance between the centres of the two countries, and the country scores exp(-d / tolerance). With
+coordinates, d is their distance, and a wrong country scores 0.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class _RegionTables(TypedDict):
 _TABLES: _RegionTables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 KINDS_OF_REGION = frozenset(_TABLES["kinds"])
-"""Folded; dropped from the ends of a name."""
+"""Folded words for kinds of regions, which are dropped from the ends of a name."""
 
 REGION_ALIASES = {code: tuple(regions) for code, regions in _TABLES["aliases"].items()}
-"""By country: folded names of one region, apart by `|`."""
+"""By country, the folded names of each region, separated by `|`."""
 
 
 MAX_KM_TO_THE_GAZETTEER = 75.0
@@ -56,12 +56,12 @@ _BEFORE_A_CITY = re.compile(r"^(?:city of )?(?:ciudad de )?(?:greater )?(?:downt
 
 
 def same_region(given: str, truth: str, country: str | None) -> bool:
-    """`"Bavaria"`, `"Bayern"`, `"State of Bavaria"` and `"BY"` are one region of DE."""
+    """True if two names mean the same region: `Bavaria`, `Bayern`, `State of Bavaria` and `BY` do in DE."""
     return any(not _region_keys(form).isdisjoint(_region_answers(truth, country)) for form in _candidates(given))
 
 
 def same_city(given: str, truth: str, country: str | None, at: LatLon | None = None) -> bool:
-    """`"Munich"` and `"München"` are one city of DE; `at`, the true point, tells cities of one name apart."""
+    """True if two names mean the same city, as `Munich` and `München`; `at`, the true point, separates namesakes."""
     return any(not _city_keys(form).isdisjoint(_city_answers(truth, country, at)) for form in _candidates(given))
 
 
@@ -88,7 +88,7 @@ def _region_keys(name: str) -> frozenset[str]:
 
 
 def _without_kind(name: str) -> str:
-    """`"province of limburg"` and `"limburg province"` are `"limburg"`; a name that is only a kind stays."""
+    """Reduce `province of limburg` and `limburg province` to `limburg`; a name that is only a kind stays as it is."""
     words = name.split()
     while len(words) > 1 and words[-1] in KINDS_OF_REGION:
         words.pop()
@@ -108,7 +108,7 @@ def _city_answers(truth: str, country: str | None, at: LatLon | None) -> frozens
 
 
 def _is_near(city: City, at: LatLon) -> bool:
-    # degrees first: most cities of a large country are far away
+    # compare degrees first, which is faster: most cities of a large country are far away
     return abs(city.at.lat - at.lat) < 1 and great_circle_km(city.at, at) < MAX_KM_TO_THE_GAZETTEER
 
 
@@ -128,7 +128,7 @@ WEIGHTS: Mapping[str, float] = {"country": 0.3, "region": 0.2, "city": 0.2, "coo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeoStage:
-    """Part of the place that is asked for, and its tolerance: the distance that earns 1/e of the full score."""
+    """The parts of the place that are asked for, and the tolerance: the distance that earns 1/e of the full score."""
 
     name: str
     asks: tuple[str, ...]
@@ -148,7 +148,7 @@ STARTS = (100, 300, 600, 1000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownPlace:
-    """Place where a picture was taken, as far as known."""
+    """The place where a picture was taken, as far as it is known."""
 
     country: str | None = None
     """ISO 3166-1 alpha-2 code."""
@@ -165,12 +165,12 @@ class KnownPlace:
 def grade_answer(
     answer: PlaceAnswer, truth: KnownPlace, stage: GeoStage = STAGES[-1], weights: Mapping[str, float] = WEIGHTS
 ) -> Grade:
-    """The reward of one stage. Raises DataError where the truth has nothing that the stage asks for."""
+    """The reward of one stage. Raises DataError if the truth has nothing that the stage asks for."""
     asked = [part for part in stage.asks if part in truth.known]
     total = sum(weights[part] for part in asked)
     if total <= 0:
         raise DataError(
-            f"the truth knows {', '.join(truth.known) or 'nothing'}, but the stage asks for {', '.join(stage.asks)}; "
+            f"the truth has {', '.join(truth.known) or 'nothing'}, but the stage asks for {', '.join(stage.asks)}; "
             f"add {asked[0] if asked else stage.asks[0]} to the row, or give it a weight"
         )
     parts = {part: _part(part, answer, truth, stage) for part in truth.known}
@@ -181,7 +181,7 @@ def grade_answer(
 def distance_parts(answer: PlaceAnswer, truth: KnownPlace, tolerances_km: Sequence[float]) -> dict[str, float]:
     """Kilometres between the answer's coordinates and the true ones, and whether they are within each tolerance.
 
-    An answer without coordinates is within none and has no distance; a truth without any has no such parts.
+    An answer without coordinates is within no tolerance and has no distance; without true ones there are no parts.
     """
     if truth.at is None:
         return {}
@@ -191,19 +191,19 @@ def distance_parts(answer: PlaceAnswer, truth: KnownPlace, tolerances_km: Sequen
 
 
 def grade(prediction: str, truth: Mapping[str, object]) -> Grade:
-    """A whole response against an object with any of country, region, city, lat, lon, at the full stage."""
+    """Grade a response, by the last stage, against an object with any of country, region, city, lat and lon."""
     return grade_answer(parse_answer(prediction), place_of(truth))
 
 
 def place_of(
     truth: Mapping[str, object], keys: Sequence[str] = ("country", "region", "city", "lat", "lon"), where: str = "truth"
 ) -> KnownPlace:
-    """The true place of a row; `keys` name its columns, empty cells are unknown. BadRowError for other values."""
+    """The true place of a row; `keys` name its columns, and empty cells are unknown. BadRowError for invalid cells."""
     country, region, city = (_name(truth.get(key), key, where) for key in keys[:3])
     code = None if country is None else country_code(country)
     if country is not None and code is None:
         fix = "write its English name or ISO code"
-        raise BadRowError(f"{where}: {country!r} is not a country we know", "place", fix)
+        raise BadRowError(f"{where}: {country!r} is not a known country", "place", fix)
     lat, lon = (_degrees(truth.get(key), key, limit, where) for key, limit in zip(keys[3:], (90, 180), strict=True))
     if (lat is None) != (lon is None):
         raise BadRowError(f"{where}: one of {keys[3]} and {keys[4]} is empty", "place", "give both or neither")

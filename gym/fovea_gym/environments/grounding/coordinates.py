@@ -1,6 +1,6 @@
-"""Coordinates on a picture: the frame in which a model gives them, and a true place written in it.
+"""Coordinates on a picture: the frame in which a model gives them, and true places written in this frame.
 
-A frame is a width and a height: 1000 and 1000 for thousandths, the size of the resized picture for its pixels.
+A frame is a width and a height: 1000 and 1000 for thousandths, or the size of the resized picture for its pixels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Pictures(Protocol):
     """Sizes of pictures, as they are stored and as the run's model sees them."""
 
     def stored(self, ref: ImageRef) -> Size:
-        """Width and height in pixels of the file, turned as it is shown."""
+        """Width and height in pixels of the file, after the rotation that its EXIF data ask for."""
         ...
 
     def seen(self, ref: ImageRef) -> Size:
@@ -36,7 +36,7 @@ class Pictures(Protocol):
 
 
 def frame_of(coordinates: Coordinates | Units, ref: ImageRef, pictures: Pictures) -> Frame:
-    """The frame of coordinates on a picture."""
+    """The frame that belongs to these coordinates on a picture."""
     if coordinates in ("thousandths", "unit"):
         return _UNIT if coordinates == "unit" else _THOUSANDTHS
     sizes = {"original": pictures.stored, "pixels": pictures.seen, "model": pictures.frame}
@@ -45,7 +45,7 @@ def frame_of(coordinates: Coordinates | Units, ref: ImageRef, pictures: Pictures
 
 
 def in_frame(place: Numbers, frame: Frame) -> Numbers:
-    """A place, given in shares of the picture, in a frame: whole numbers, or four decimals where sides are 1.
+    """Convert a place from shares of the picture to a frame: whole numbers, or four decimals if its sides are 1.
 
     A box is at least one of these units wide and high.
     """
@@ -58,7 +58,7 @@ def in_frame(place: Numbers, frame: Frame) -> Numbers:
 
 
 def as_json(places: Sequence[Numbers], *, several: bool) -> str:
-    """Places as the families of Qwen write them: `{"bbox_2d": [12, 40, 30, 60]}`, or a list of these."""
+    """Places in the JSON of the Qwen families: `{"bbox_2d": [12, 40, 30, 60]}`, or a list of such objects."""
     objects = [{"bbox_2d" if len(place) == 4 else "point_2d": list(map(_whole, place))} for place in places]
     return json.dumps(objects if several else objects[0])
 

@@ -4,8 +4,8 @@
     coordinates.frame_of     the width and height that these coordinates have on this picture
     grade.grade              places against true places, both in shares of the picture
 
-True places are in the units of the row until a grade needs the size of their picture, so that no image is opened for a
-list of tasks. Actions on screenshots are as in GUI-R1: a type, a point for a click, a text for typing and scrolling.
+True places stay in the units of the row until a grade needs the size of their picture, so that listing tasks opens no
+image. Actions on screenshots are as in GUI-R1: a type, a point for a click, and a text for typing and scrolling.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from fovea_gym.settings.grounding import GroundingEnvironment
 from fovea_gym.types import AnswerEnd, ImageRef, Message, Score, Task, Turn
 
 _PICTURE = "fovea_picture"
-"""Key of a task's row that holds its first picture: evaluation shows other pictures in its place, as a control."""
+"""Key of a task's row for its first picture, also when evaluation shows another picture in its place, as a control."""
 _HISTORY = "history"
 """Column of GUI-R1 with the actions before a screenshot."""
 _ACTION = re.compile(r"[\"']action[\"']\s{0,9}:\s{0,9}[\"']([\w /-]{1,40})[\"']")
 _TEXT = re.compile(r"[\"']input_text[\"']\s{0,9}:\s{0,9}(?:\"([^\"\n]{0,2000})\"|'([^'\n]{0,2000})')")
 _CLICK = "click"
 _WITH_TEXT = ("type", "select", "scroll")
-"""Actions whose text must be right, too."""
+"""Actions whose text must also be right."""
 _RIGHT_F1 = 0.5
-"""F1 of the words from which a text is right, as in GUI-R1."""
+"""Smallest F1 of the words with which a text is right, as in GUI-R1."""
 
 
 class Grounding(FileTasks):
-    """The environment `grounding`; see `config.grounding.GroundingEnvironment`."""
+    """The environment `grounding`, whose settings are `GroundingEnvironment`."""
 
     def __init__(self, config: GroundingEnvironment, access: RowAccess, pictures: Pictures) -> None:
         self._config = config.with_layout
@@ -97,9 +97,9 @@ class Grounding(FileTasks):
             places = places_of(cell, where, form=config.box_form or "xyxy", points=rule.points)
         except RecursionError:
             raise bad_row(where, "the true place is nested too deeply", "answer_kind") from None
-        # of an action there is none that is not a click
+        # actions other than clicks have no place
         if rule.single and len(places) != 1 and (places or config.action_key is None):
-            problem = f"it has {len(places)} true places, but {self._section}ask={rule.ask} is one"
+            problem = f"it has {len(places)} true places, but {self._section}ask={rule.ask} asks for one"
             raise bad_row(where, problem, "answer_kind")
         if len(places) > MOST_PLACES:
             raise bad_row(where, f"it has {len(places)} true places, above the limit of {MOST_PLACES}", "answer_kind")
@@ -137,7 +137,7 @@ class GroundingGrader:
         )
 
     def _with_action(self, placed: Placed, task: Task) -> Placed:
-        """The grade of an action: of its type, and of its point or text."""
+        """The grade of an action: its type must be right, and its point or text."""
         name, text = action_of(task.row, self._config)
         given = action_in(placed.answer.region)
         is_right = given.name == name
@@ -184,7 +184,7 @@ class Action(NamedTuple):
 
 
 def action_in(region: str) -> Action:
-    """The last action of an answer, with the text behind it; empty where it names none."""
+    """The last action of an answer, with the text after it; empty if the answer names no action."""
     found = list(_ACTION.finditer(region))
     if not found:
         return Action("", "")
@@ -193,13 +193,13 @@ def action_in(region: str) -> Action:
 
 
 def as_action(name: str, point: Numbers | None, text: str) -> str:
-    """An action as GUI-R1's answers have it."""
+    """An action in the format of GUI-R1's answers."""
     place = [-100, -100] if point is None else list(map(int, point))
     return str([{"action": name, "point": place, "input_text": text}])
 
 
 def word_f1(text: str, truth: str) -> float:
-    """F1 of the words of two texts, in any case of letters."""
+    """F1 of the words of two texts, ignoring case."""
     ours, theirs = Counter(text.lower().split()), Counter(truth.lower().split())
     if not ours or not theirs:
         return float(ours == theirs)

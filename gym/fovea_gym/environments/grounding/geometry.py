@@ -1,6 +1,6 @@
 """Boxes in the plane: IoU, generalised IoU, matching, average precision.
 
-A box is left, top, right, bottom; in any unit, since IoU does not depend on the scale of an axis. Axes: `N` answers,
+A box is (left, top, right, bottom), in any unit, since IoU does not depend on the scale of an axis. Axes: `N` answers,
 `M` true boxes, `4` sides.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Box: TypeAlias = tuple[float, float, float, float]
 Point: TypeAlias = tuple[float, float]
 _RECALLS = np.linspace(0, 1, 101)
-"""Recalls at which COCO reads precision."""
+"""Recalls at which COCO evaluates precision."""
 
 
 def iou(boxes_N4: Sequence[Box], others_M4: Sequence[Box]) -> NDArray[np.float64]:
@@ -56,7 +56,7 @@ def is_inside(point: Point, box: Box) -> bool:
 
 
 def best_pairs(values_NM: NDArray[np.float64]) -> list[tuple[int, int]]:
-    """Pairs of a row and a column, each in one pair at most, with the largest sum of values.
+    """Pairs of rows and columns with the largest sum of values; each row and column is in at most one pair.
 
     The Hungarian method with potentials, in O(min(N, M)^2 * max(N, M)).
     """
@@ -90,7 +90,7 @@ def best_pairs(values_NM: NDArray[np.float64]) -> list[tuple[int, int]]:
 
 
 def most_pairs(hits_NM: NDArray[np.bool_]) -> int:
-    """Largest number of pairs of a row and a column that hit, each in one pair at most, by augmenting paths."""
+    """The largest number of hits with each row and column in at most one pair, found with augmenting paths."""
     columns_of = [np.flatnonzero(hits_M).tolist() for hits_M in hits_NM]
     row_of: dict[int, int] = {}
 
@@ -109,8 +109,8 @@ def most_pairs(hits_NM: NDArray[np.bool_]) -> int:
 def average_precision(hits_NM: NDArray[np.bool_], values_NM: NDArray[np.float64]) -> float:
     """COCO's average precision of one picture, at 101 recalls, with the answers ranked by their order.
 
-    Each answer takes the true box that is still free, hit, and of the largest value. 1 where there is neither an answer
-    nor a true box.
+    Each answer takes, of the free true boxes that it hits, the one with the largest value. The result is 1 if there is
+    neither an answer nor a true box.
     """
     num_answers, num_true = hits_NM.shape
     if not num_answers or not num_true:

@@ -1,6 +1,6 @@
 """The grade of an answer that gives places on a picture: boxes or points.
 
-All places are in shares of the picture's width and height here, where the IoU is that in pixels.
+All places here are in shares of the picture's width and height, which gives the same IoU as pixels.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from fovea_gym.settings.grounding import Ask, RewardKind
 from fovea_gym.types import Mark
 
 MOST_PLACES = 64
-"""Places of an answer and of a row; an answer with more earns nothing."""
+"""Most places in an answer and in a row; an answer with more earns nothing."""
 TRUTH, READ = "truth", "answer"
 """Labels of marks: true places, places of the answer."""
 _HIT_IOU = 0.5
-"""IoU from which a box is right, as in the accuracy of RefCOCO."""
+"""Smallest IoU with which a box is right, as in the accuracy of RefCOCO."""
 _HIT_RADIUS = 0.14
-"""Distance from a true point up to which a point is right, as a share of the picture's sides: GUI-R1's."""
+"""Largest distance from the true point at which a point is right, as a share of the picture's sides, as in GUI-R1."""
 _ROUNDING = 1e-9
-"""An IoU below a limit by less, from the division into shares, has reached it."""
+"""Tolerance for rounding in the conversion to shares: an IoU that is below a limit by less than this reaches it."""
 _FARTHEST = 1.0
-"""Distance beyond the picture, in its sides, from which a box is not one."""
+"""Largest distance of a valid box's sides from the picture, in shares of the picture's sides."""
 _NOWHERE: Box = (-9.0, -9.0, -8.0, -8.0)
-"""In place of an answer's box that is not one: it counts, and overlaps nothing."""
+"""Replaces an invalid box of an answer: it counts as a place, and overlaps nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The settings of a grade (`config.grounding.GroundingEnvironment`)."""
+    """The settings of a grade (`settings.grounding.GroundingEnvironment`)."""
 
     ask: Ask
     reward: RewardKind
@@ -67,10 +67,10 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """The grade of the places of an answer."""
+    """The grade of the places in an answer."""
 
     quality: float
-    """0..1: the reward without the share of the format."""
+    """The reward without its share for the format, 0..1."""
     accuracy: float
     parts: Mapping[str, float] = field(default_factory=dict)
     read: tuple[Numbers, ...] = ()
@@ -98,10 +98,10 @@ class Placed:
 def grade(text: str, truth: Sequence[Numbers], frame: tuple[float, float], rule: Rule) -> Placed:
     """A response against the true places; `frame` is the width and height in which the response gives coordinates.
 
-    Of an answer that should be one place, the last place counts, and it is in the format only by itself.
+    If one place is asked for, the last place in the answer counts; the format requires that it is the only one.
     """
     answer = read_answer(text, points=rule.points, most=MOST_PLACES)
-    # shares of the picture where its pixels or thousandths are asked for name no place
+    # where pixels or thousandths are asked for, shares of the picture are not a valid place
     places = [_NOWHERE if _are_shares(place, frame) else in_shares(place, frame) for place in answer.places]
     if len(places) > MOST_PLACES:
         places = []
@@ -113,7 +113,7 @@ def grade(text: str, truth: Sequence[Numbers], frame: tuple[float, float], rule:
         is_formatted = all(valid) and (bool(places) or answer.says_none)
         places = [place if _counts(place, rule) else _NOWHERE for place in places]
     formatted = float(is_formatted and _is_tagged(text, answer, rule))
-    # the centre of a box is a point where one is asked
+    # where points are asked for, a box counts as its centre
     read = [centre(_box(place)) if rule.points and len(place) == 4 else place for place in places]
     measure = {"box": _one_box, "boxes": _boxes, "point": _one_point, "points": _points}[rule.ask]
     quality, accuracy, parts = measure(read, truth, rule)
@@ -125,17 +125,17 @@ def grade(text: str, truth: Sequence[Numbers], frame: tuple[float, float], rule:
 
 
 def in_shares(place: Numbers, frame: tuple[float, float]) -> Numbers:
-    """A place in shares of the picture."""
+    """Convert a place from a frame to shares of the picture."""
     return tuple(number / frame[axis % 2] for axis, number in enumerate(place))
 
 
 def _are_shares(place: Numbers, frame: tuple[float, float]) -> bool:
-    """True for `[0.1, 0.2, 0.3, 0.4]` in a frame of 1000: a place within a single pixel, so in another frame."""
+    """True for `[0.1, 0.2, 0.3, 0.4]` in a frame of 1000: within one unit, it must have been meant in shares."""
     return min(frame) > 1 and all(0 <= number <= 1 for number in place) and any(number % 1 for number in place)
 
 
 def is_box(place: Numbers) -> bool:
-    """True for a box of the picture, in shares: its sides are in order, and it lies on the picture at least in part."""
+    """True for a valid box, in shares of the picture: its sides are in order, and it overlaps the picture."""
     if len(place) != 4 or not all(-_FARTHEST <= number <= 1 + _FARTHEST for number in place):
         return False
     left, top, right, bottom = place
@@ -143,7 +143,7 @@ def is_box(place: Numbers) -> bool:
 
 
 def is_point(place: Numbers) -> bool:
-    """True for a point on the picture, in shares."""
+    """True for a point on the picture, in shares of its sides."""
     return len(place) == 2 and all(0 <= number <= 1 for number in place)
 
 
@@ -196,7 +196,7 @@ def _points(read: Sequence[Numbers], truth: Sequence[Numbers], rule: Rule) -> tu
 
 
 def _f1(hits_NM: NDArray[np.bool_]) -> tuple[float, dict[str, float]]:
-    """F1 of the largest number of pairs that hit, with its parts; 1 without any answer and any true place."""
+    """F1 of the best matching of hits, with its parts; 1 if there is neither an answer nor a true place."""
     num_answers, num_true = hits_NM.shape
     num_right = most_pairs(hits_NM)
     precision = num_right / num_answers if num_answers else float(not num_true)

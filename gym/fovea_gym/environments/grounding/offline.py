@@ -1,4 +1,4 @@
-"""The grade of places in a file of answers, without an environment."""
+"""Grades places in a file of answers, without an environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fovea_gym.settings.grounding import REWARD_KINDS
 def grade_row(prediction: str, row: Mapping[str, object], where: str) -> Grade:
     """The grade of a prediction in a file of answers.
 
-    `size` is in the units of the truth, `frame` in those of predictions; `ask` is read from the truth if missing.
+    The row's `size` is in the units of the truth, its `frame` in those of the prediction; a missing `ask` is inferred
+    from the truth.
     """
     truth = places_of(row.get("truth"), where)
     several = not (isinstance(row.get("truth"), list) and len(truth) == 1 and row["truth"] == list(truth[0]))

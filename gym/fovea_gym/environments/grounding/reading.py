@@ -34,13 +34,13 @@ _BARE_BOX = rf"\[{_FOUR}\]|\({_FOUR}\)|{_TAG_BOX}"
 _BARE_POINT = rf"\[{_TWO}\]|\({_TWO}\)|{_TAG_POINT}"
 _BOXES = re.compile(rf"{_PAIRS}|{_BARE_BOX}|{_BARE_POINT}")
 _POINTS = re.compile(rf"{_BARE_BOX}|{_BARE_POINT}")
-"""Without pairs of coordinates, which are two points."""
+"""Without `_PAIRS`, since a pair of coordinates in brackets is two points here."""
 _NUMBERS_ONLY = re.compile(rf"{_FOUR}|{_TWO}")
 _HALF_WIDTH = {full: full - 0xFEE0 for full in range(0xFF01, 0xFF5F)} | str.maketrans(
     "\N{IDEOGRAPHIC COMMA}\N{LEFT BLACK LENTICULAR BRACKET}\N{RIGHT BLACK LENTICULAR BRACKET}\N{IDEOGRAPHIC SPACE}",
     ",[] ",
 )
-"""Digits, brackets and commas as Chinese and Japanese texts have them."""
+"""Maps the full-width digits, brackets and commas of Chinese and Japanese texts to ASCII."""
 _FENCE = "```"
 _NAME = re.compile(r"[\w-]{0,20}\s")
 _NONE = re.compile(r"\[\s{0,9}\]|none\.?", re.IGNORECASE)
@@ -63,10 +63,11 @@ class Answer(NamedTuple):
 
 
 def read_answer(text: str, *, points: bool, most: int) -> Answer:
-    r"""The places in the final answer of a response, `most` + 1 of them where there are more.
+    r"""The places in the final answer of a response, at most `most` + 1 of them.
 
-    The final answer is, after `</think>`, the last `<answer>...</answer>`, in it the last `\boxed{}`, in it the last
-    code fence; whichever of these there are. With `points`, `(1,2),(3,4)` are two points, otherwise a box.
+    The final answer is the text after `</think>`, narrowed to the last `<answer>...</answer>`, the last `\boxed{}` in
+    it and the last code fence in that, as far as these exist. With `points`, `(1,2),(3,4)` are two points, otherwise
+    a box.
     """
     region = text.rpartition("</think>")[2]
     tagged = last_tagged(region)

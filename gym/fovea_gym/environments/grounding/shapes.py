@@ -1,4 +1,4 @@
-"""Rendered scenes with the question where a shape is; true boxes are those of the drawing, rounded like answers."""
+"""Rendered scenes that ask where a shape is; the true boxes are those of the drawing, rounded like answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PLACES = "places"
 
 
 class GroundingShapes(Environment):
-    """The environment `grounding_shapes`; see `config.GroundingShapesEnvironment`."""
+    """The environment `grounding_shapes`, whose settings are `GroundingShapesEnvironment`."""
 
     def __init__(self, settings: GroundingShapesEnvironment, seed: int) -> None:
         self._settings = settings
@@ -73,7 +73,7 @@ class GroundingShapes(Environment):
         )
 
     def _box(self, thing: Thing, spot: Spot) -> Box:
-        """The box around a thing, in whole coordinates of an answer."""
+        """The box around a thing, in the whole-number coordinates of answers."""
         scale = self._settings.scale
         left, top, right, bottom = (min(max(round(side * scale / UNIT_SIDE), 0), scale) for side in box_of(thing, spot))
         return left, top, right, bottom

@@ -1,4 +1,4 @@
-"""The true places of a row: the forms of a cell, and the text that a task keeps of them."""
+"""The true places of a row: reads them from a cell, and converts them to and from the text in a task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fovea_gym.settings.grounding import TRUTH_NAMES, BoxForm
 
 
 def places_of(cell: object, where: str, *, form: BoxForm = "xyxy", points: bool = False) -> tuple[Numbers, ...]:
-    """The places of a cell: numbers, a list of places, mappings with one of the usual keys, or a text with places.
+    """The places in a cell: numbers, a list of places, mappings with one of the usual keys, or a text with places.
 
     BadRowError for anything else. With `points` a text `(1,2),(3,4)` has two points.
     """
@@ -33,7 +33,7 @@ def places_of(cell: object, where: str, *, form: BoxForm = "xyxy", points: bool 
     elif isinstance(cell, list | tuple):
         return tuple(place for each in cell for place in places_of(each, where, form=form, points=points))
     elif cell is None:
-        raise bad_row(where, "the true place is missing, so nothing can be right", "answer_missing")
+        raise bad_row(where, "the true place is missing, so no response can be right", "answer_missing")
     else:
         raise bad_row(where, f"the true place is of type {type(cell).__name__}, not a list of numbers", "answer_kind")
     return tuple(_corners(place, where, form) for place in places)
@@ -61,9 +61,9 @@ def _is_number(value: object) -> bool:
 
 
 def _corners(place: Numbers, where: str, form: BoxForm) -> Numbers:
-    """A place with the corners of its box."""
+    """A point, or a box converted to its corners; BadRowError for other numbers."""
     if len(place) not in (2, 4) or not all(map(math.isfinite, place)):
-        problem = f"a true place is {list(place)[:8]}, and not a box of four numbers or a point of two"
+        problem = f"a true place is {list(place)[:8]}, not a box of four numbers or a point of two"
         raise bad_row(where, problem, "answer_kind")
     if len(place) == 4 and form == "xywh":
         left, top, width, height = place

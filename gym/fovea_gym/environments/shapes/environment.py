@@ -1,9 +1,9 @@
-"""Questions about rendered scenes: how many, what colour, which shape, is there one; two scenes; scenes in words.
+"""Questions about rendered scenes: counts, colours, shapes and existence; about two scenes; about scenes in words.
 
-Rows are rendered on demand, as a function of (seed, split, index). The hash of its pixels (of its text without an
-image) decides the split that a row may belong to, so that no image, no image of a pair and no text is in two splits.
-Dev and test do not depend on the seed: they are the same in every run. Kinds, levels and answers alternate, so that
-every prefix is balanced: of rows with one image, row i is of kind `KINDS[i % 4]`.
+Rows are rendered on demand, as a function of (seed, split, index). The hash of a row's pixels (of its text, if it has
+no image) decides its split, so that no image, no image of a pair and no text is in two splits. Dev and test do not
+depend on the seed: they are the same in every run. Kinds, levels and answers alternate, so that every prefix is
+balanced: among rows with one image, row i is of kind `KINDS[i % 4]`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Slot(NamedTuple):
 
 
 class ShapesGrader:
-    """The grader of `shapes`: the boxed answer and nothing else is right."""
+    """The grader of `shapes`: a response is right if it is the boxed answer and nothing else."""
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         graded = grade(turns[-1].text, task.answer)
@@ -50,7 +50,7 @@ class ShapesGrader:
 
 
 class Shapes(Environment):
-    """The environment `shapes`; see `config.ShapesEnvironment`."""
+    """The environment `shapes`, whose settings are `ShapesEnvironment`."""
 
     answer_end = AnswerEnd()
     graders = (ShapesGrader(),)
@@ -59,7 +59,7 @@ class Shapes(Environment):
         self._config = config
         self._seed = seed
         self._levels = config.levels
-        # exact, as they are written: 0.1 is a tenth
+        # exact decimal fractions: 0.1 is a tenth
         self._text_share = Fraction(str(config.text_share))
         self._comparison_share = Fraction(str(config.comparison_share))
 
@@ -123,8 +123,8 @@ class Shapes(Environment):
 
 
 def grade(prediction: str, truth: str) -> Grade:
-    """A response against the true answer: right is the boxed answer and nothing beside it."""
-    # whatever else earned reward would become the policy's format
+    """Grade a response against the true answer: only the boxed answer with nothing around it is right."""
+    # the policy would learn any other form that earned reward
     text, boxed = prediction.strip(), last_boxed(prediction)
     is_right = text == in_box(truth)
     parts = {"answer": float(boxed == truth), "format": float(_BOX.fullmatch(text) is not None)}
@@ -133,7 +133,7 @@ def grade(prediction: str, truth: str) -> Grade:
 
 
 def in_box(answer: str) -> str:
-    """The answer as it is graded."""
+    """The answer in a box, the only form that is graded as right."""
     return rf"\boxed{{{answer}}}"
 
 

@@ -1,6 +1,6 @@
-"""Questions about scenes that have one answer: about one picture, about two, and about a scene told in words.
+"""Questions with a single right answer: about one picture, about two, and about a scene described in words.
 
-The answer is given, since answers alternate; the scene is made for it. Distractors have shapes not asked for.
+Since answers alternate, each scene is generated for a given answer. Distractors have shapes that are not asked for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Comparison:
 
 
 def scene(kind: SceneKind, turn: int, level: int, rng: np.random.Generator) -> Scene:
-    """A question with the answer of this turn, and a scene that has it."""
+    """A question with the answer of this turn, and a scene for which that answer is right."""
     num_distractors = _num_distractors(level, rng)
     if kind == "counting":
         return _counting(1 + turn % MAX_COUNT, num_distractors, rng)
@@ -51,7 +51,7 @@ def scene(kind: SceneKind, turn: int, level: int, rng: np.random.Generator) -> S
 
 
 def comparison(turn: int, level: int, rng: np.random.Generator) -> Comparison:
-    """A question which of two pictures has more of a shape, or whether they have equally many."""
+    """A question about which of two pictures has more of a shape, or whether both have the same number."""
     answer = COMPARISON_ANSWERS[turn % len(COMPARISON_ANSWERS)]
     shape = _pick(SHAPES, rng)
     fewer, more = sorted(rng.choice(MAX_COUNT + 1, size=2, replace=False).tolist())
@@ -68,7 +68,7 @@ def comparison(turn: int, level: int, rng: np.random.Generator) -> Comparison:
 
 
 def in_words(seen: Scene, rng: np.random.Generator) -> str:
-    """The question with its scene before it: `Card 7 shows a red circle and a blue square. Is there a circle?`
+    """The question after a description of its scene: `Card 7 shows a red circle and a blue square. Is there a circle?`
 
     The card number makes otherwise equal scenes distinct, as noise does for pixels.
     """

@@ -31,7 +31,7 @@ _SLACK = 0.5
 _TRIES_PER_OBJECT = 40
 _NOISE_STD = 3.0
 _SQUARE_SIDE = 0.92
-"""Side of a square, relative to the diameter of its spot: its area is then near a circle's."""
+"""Side of a square, relative to the diameter of its spot, so that its area is close to that of a circle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def paint(
 
 
 def with_noise(canvas_YXC: NDArray[np.float32], split: Split, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """The canvas with camera noise, drawn anew until its pixels belong to the split."""
+    """The canvas with camera noise, which is sampled again until the pixels belong to the split."""
     while True:
         noise_YXC = rng.standard_normal(canvas_YXC.shape, dtype=np.float32) * _NOISE_STD
         pixels_YXC = np.clip(canvas_YXC + noise_YXC, 0, 255).astype(np.uint8)
@@ -99,12 +99,12 @@ def free_spots(n: int, rng: np.random.Generator) -> list[Spot]:
                 spots.append(spot)
             if len(spots) == n:
                 return spots
-        # a crowded scene fits with smaller objects
+        # no room left: try again with smaller objects
         largest = max(smallest + 0.2, largest - 0.5)
 
 
 def box_of(thing: Thing, spot: Spot) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of a thing at a spot."""
+    """Left, top, right and bottom of the box around a thing at a spot."""
     reach = spot.radius * (_SQUARE_SIDE if thing.shape == "square" else 1)
     return spot.x - reach, spot.y - reach, spot.x + reach, spot.y + reach
 
@@ -143,7 +143,7 @@ def _paint(canvas_YXC: NDArray[np.float32], shape: Shape, colour_C: NDArray[np.f
 
 
 def _window(centre: float, radius: float, side_px: int) -> slice:
-    """The window of pixels that an object can touch, its soft edge included."""
+    """The pixels along one axis that an object can touch, including its anti-aliased edge."""
     return slice(max(int(centre - radius) - 1, 0), min(int(centre + radius) + 2, side_px))
 
 
@@ -156,6 +156,6 @@ def _distance(shape: Shape, dx: NDArray[np.float32], dy: NDArray[np.float32], ra
     elif shape == "square":
         distance_YX = np.maximum(np.abs(dx), np.abs(dy)) - r * np.float32(_SQUARE_SIDE)
     else:
-        # base below, as wide as high: the normals of the sides are (2, -1) / sqrt(5)
+        # base at the bottom, as wide as high: the normals of the sides are (2, -1) / sqrt(5)
         distance_YX = np.maximum(dy - r, (2 * np.abs(dx) - (dy + r)) / np.float32(math.sqrt(5)))
     return distance_YX

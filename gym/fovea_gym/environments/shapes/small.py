@@ -1,7 +1,8 @@
-r"""Scenes of one small object, whose shape shows only in a box that is enlarged.
+r"""Scenes with one small object, whose shape can be seen only after zooming in.
 
-The model sees the scene reduced to its picture's size, in which the object is about three pixels wide: its place shows,
-its shape hardly. `\zoom{x1,y1,x2,y2}` answers with the box, cut from the whole scene and enlarged to that size.
+The model sees the scene scaled down to the size of its picture, in which the object is about three pixels wide: its
+place is visible, its shape hardly. The reply to `\zoom{x1,y1,x2,y2}` is that box, cut from the full scene and scaled to
+the size of the picture.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ _ZOOM = re.compile(r"\\zoom\{(\d{1,5}),(\d{1,5}),(\d{1,5}),(\d{1,5})\}")
 _SHRINK = 0.25
 """Radius of the object, relative to that of `shapes`."""
 _REACH = 6.0
-"""Half the side of a demonstration's box, on a scene of `UNIT_SIDE`; the object is enlarged to its size in `shapes`."""
+"""Half the side of a demonstration's box, on a scene of `UNIT_SIDE`; it enlarges the object to its size in `shapes`."""
 _QUESTION = "Which shape is shown?"
 """The question of `shapes` about a single object, which the demo's model knows."""
 _SCENE_SIDE_PX = 4 * UNIT_SIDE
-"""Side of the scene, from which boxes are cut: a demonstration's box is shown in all its pixels."""
+"""Side of the full scene, from which boxes are cut; a demonstration's box is shown at full resolution."""
 _SMALLEST_BOX = 1 / 24
 """Smallest side of a box, as a share of the scene's: eight pixels of 192."""
 
 
 class SmallShapes(Environment):
-    """The environment `shapes_small`; see `config.SmallShapesEnvironment`."""
+    """The environment `shapes_small`, whose settings are `SmallShapesEnvironment`."""
 
     answer_end = AnswerEnd()
     graders = (ShapesGrader(),)
@@ -57,7 +58,7 @@ class SmallShapes(Environment):
         return (Message(role="user", parts=(seen, task.question)),)
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        """The box that the model asks for; an answer ends the episode."""
+        """The enlarged box that the model asks for; an answer ends the episode."""
         asked = _ZOOM.fullmatch(turns[-1].text.strip())
         if asked is None or len(turns) >= self.max_turns:
             return None
@@ -103,7 +104,7 @@ class SmallShapes(Environment):
 
 
 def _box_around(spot: Spot) -> tuple[float, float, float, float]:
-    """A box with a spot in its middle, moved into the scene; left, top, right, bottom in shares of its side."""
+    """A box around a spot, moved to lie within the scene: left, top, right, bottom in shares of the scene's side."""
     left, top = (min(max(centre - _REACH, 0), UNIT_SIDE - 2 * _REACH) for centre in (spot.x, spot.y))
     return left / UNIT_SIDE, top / UNIT_SIDE, (left + 2 * _REACH) / UNIT_SIDE, (top + 2 * _REACH) / UNIT_SIDE
 

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, TypeAlias, get_args
 
 Action: TypeAlias = Literal["Left", "Down", "Right", "Up"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
-"""In the order of gymnasium's FrozenLake, where they are 0 to 3."""
+"""The moves in the order of gymnasium's FrozenLake, where they are numbered 0 to 3."""
 Cell: TypeAlias = tuple[int, int]
 """Row and column, from the top left."""
 _STEPS: dict[Action, Cell] = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
@@ -27,11 +27,11 @@ class Board(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """True where no move is possible any more."""
+        """True if no move is possible any more."""
         ...
 
     def after(self, action: Action) -> Board:
-        """The board after a move; itself where something is in the way."""
+        """The board after a move; the same board if something is in the way."""
         ...
 
 
@@ -42,7 +42,7 @@ def neighbour(cell: Cell, action: Action) -> Cell:
 
 
 def solution(board: Board, max_moves: int) -> tuple[Action, ...] | None:
-    """A shortest sequence of moves that solves the board, found breadth first; None beyond `max_moves`."""
+    """A shortest sequence of moves that solves the board, by breadth-first search; None if it exceeds `max_moves`."""
     found: dict[Board, tuple[Action, ...]] = {board: ()}
     waiting = deque([board])
     while waiting:

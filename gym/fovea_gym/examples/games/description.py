@@ -1,7 +1,8 @@
-"""Descriptions of a board in words, relative to the player: before the moves of a turn, and after them.
+"""Descriptions of a board in words, relative to the player, before and after the moves of a turn.
 
 The words are those of VAGEN's prompts for FrozenLake and Sokoban, and the score is a mean of F1 over kinds of things,
-as in its state reward; but rules read them, not a model, and a statement counts only if both its relations are right.
+as in VAGEN's state reward. Here, however, rules read the descriptions, not a model, and a statement counts only if both
+of its relations are right.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ HOW = (
 )
 _PLAYER = "@+PXV"
 _THINGS = {"box": "$*", "target": ".*+", "goal": "GV", "hole": "HX"}
-"""Characters of the boards' lines that show a thing."""
+"""The characters that show each kind of thing on a board."""
 _VERTICAL, _HORIZONTAL = ("same row", "below", "above"), ("same column", "right", "left")
-"""Words for the signs 0, 1 and -1 of the way from the player."""
+"""Words for the signs 0, 1 and -1 of the offset from the player."""
 _WHERE = rf"(?:is|will be) ((?:{'|'.join(_VERTICAL)}) and (?:{'|'.join(_HORIZONTAL)}))\b"
 
 
@@ -32,7 +33,7 @@ def described(before: Sequence[str], after: Sequence[str]) -> str:
 
 
 def description_f1(text: str, before: Sequence[str], after: Sequence[str]) -> float:
-    """The mean F1 of the first description of each sort in a turn's text; 0 for one that is missing."""
+    """The mean F1 of the first observation and the first prediction in a turn's text; a missing one scores 0."""
     return (_f1(text, "observation", before) + _f1(text, "prediction", after)) / 2
 
 
@@ -41,7 +42,7 @@ def _words(lines: Sequence[str], verb: str) -> str:
 
 
 def _f1(text: str, tag: str, lines: Sequence[str]) -> float:
-    """F1 of the statements on each kind of thing that the board or the description has; their mean."""
+    """The mean F1 of the statements on each kind of thing that the board or the description has."""
     description, closing, _ = text.lower().partition(f"<{tag}>")[2].partition(f"</{tag}>")
     scores = list[float]()
     for thing in _THINGS:

@@ -1,4 +1,4 @@
-"""Pictures of boards: a tile for each character. Axes: `Y`, `X` pixels, `C` colour channels."""
+"""Pictures of boards, with a tile for each character. Axes: `Y`, `X` pixels, `C` colour channels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TILES: dict[str, tuple[Colour, tuple[_Mark, ...]]] = {
     "@": (_FLOOR, (_PLAYER,)),
     "+": (_FLOOR, (_TARGET, _PLAYER)),
 }
-"""Ground and marks of each character, the mark on top last."""
+"""Ground and marks of each character; the last mark is on top."""
 
 
 def draw(lines: Sequence[str]) -> NDArray[np.uint8]:

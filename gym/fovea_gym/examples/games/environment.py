@@ -1,9 +1,9 @@
 """Games on pictures of a board: the model moves, sees the new picture, and is rewarded for every turn.
 
-The rules have no chance in them, so that the board after some turns follows from the task and the answers: an episode
-has no state to hold, and `reply` and the grader play it again. The rewards are those of VAGEN's FrozenLake and Sokoban
+The rules are deterministic, so the board after some turns follows from the task and the answers: an episode keeps no
+state, and `reply` and the grader replay it. The rewards are those of VAGEN's FrozenLake and Sokoban
 (github.com/mll-lab-nu/VAGEN): `success_reward` for the turn that solves the board, `format_reward` for every turn that
-is in the format and plays a move, and `state_reward` for what such a turn says of the board (`description`).
+is in the format and plays a move, and `state_reward` for the descriptions of the board in such a turn (`description`).
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _ACTION_OF = {action.lower(): action for action in ACTIONS}
 _MAP = "map"
 """Key of the task's row that holds the board at the start, its lines joined by line feeds."""
 _MOST_DRAWS = 20_000
-"""Most random boards that are looked at for one row, which takes about a second."""
+"""Most random boards that are tried for one row, which takes about a second."""
 
 Moves: TypeAlias = tuple[PositiveInt, PositiveInt]
 
 
 class GameEnvironment(DrawnRows):
-    """Settings that all games have. The rewards are VAGEN's: one for success, a small one for every valid turn."""
+    """Settings of all games. The rewards are VAGEN's: one for success, and a small one for every valid turn."""
 
     moves: Moves = (1, 5)
-    """Fewest and most moves of a shortest solution."""
+    """Smallest and largest number of moves in a shortest solution."""
     max_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 10
-    """Most turns of an episode; the board is then left unsolved."""
+    """Most turns of an episode, after which the board counts as unsolved."""
     max_actions_per_turn: PositiveInt = 1
-    """Most moves of a turn, separated by commas; what follows them is not played."""
+    """Most moves in a turn, separated by commas; further moves are not played."""
     think: bool = False
     """Ask for `<think>...</think><answer>...</answer>` around the moves; false: the answer is the moves only."""
     success_reward: CoefficientOrZero = 1.0
@@ -59,20 +59,20 @@ class GameEnvironment(DrawnRows):
     format_reward: CoefficientOrZero = 0.02
     """Reward of every turn whose answer is in the format and plays a move."""
     state_reward: CoefficientOrZero = 0.0
-    """Reward of every such turn for a right `<observation>` and a right `<prediction>` in its thought: where things are
-    from the player before its moves and after them. 0: neither is asked for."""
+    """Reward of every such turn for a right `<observation>` and a right `<prediction>` in its thought, which say where
+    things are, seen from the player, before and after its moves. 0: neither is asked for."""
 
     def contradictions(self) -> Iterator[str]:
         low, high = self.moves
         if low > high:
-            yield (f".moves={list(self.moves)} has no number of moves in it; write the smaller first")
+            yield (f".moves={list(self.moves)} is an empty range; write the smaller number first")
         if high > self.max_turns * self.max_actions_per_turn:
             yield (
                 f".moves={list(self.moves)} has boards of {high} moves, but max_turns={self.max_turns} and "
                 f"max_actions_per_turn={self.max_actions_per_turn} allow fewer; lower the second number of moves"
             )
         if self.state_reward and not self.think:
-            yield (".state_reward is for descriptions in a thought, and .think=false asks for none; set .think=true")
+            yield (".state_reward is for descriptions in a thought, but .think=false asks for none; set .think=true")
 
     @property
     @abstractmethod
@@ -88,11 +88,11 @@ class FrozenLakeEnvironment(GameEnvironment):
 
     name: Literal["frozen_lake"] = "frozen_lake"
     moves: Moves = (1, 10)
-    """Fewest and most moves of a shortest solution."""
+    """Smallest and largest number of moves in a shortest solution."""
     side: Annotated[int, Field(ge=2, le=12)] = 4
     """Cells on a side of the lake."""
     frozen_share: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Probability of a cell to be ice, not a hole."""
+    """Probability that a cell is ice, not a hole."""
 
     @property
     def game(self) -> Game:
@@ -108,9 +108,9 @@ class SokobanEnvironment(GameEnvironment):
 
     name: Literal["sokoban"] = "sokoban"
     side: Annotated[int, Field(ge=5, le=12)] = 6
-    """Cells on a side of the room, its outer walls included."""
+    """Cells on a side of the room, including its outer walls."""
     num_boxes: Annotated[int, Field(ge=1, le=3)] = 1
-    """Boxes, and targets."""
+    """Number of boxes, and of targets."""
 
     @property
     def game(self) -> Game:
@@ -123,7 +123,7 @@ class SokobanEnvironment(GameEnvironment):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Game:
-    """A kind of board: its task in words, how one is drawn by chance, and how one is read."""
+    """A game: its task in words, a function that makes a random board, and one that reads a board from text."""
 
     task: str
     random_lines: Callable[[np.random.Generator], tuple[str, ...]]
@@ -137,14 +137,14 @@ class PlayedTurn:
     before: Board
     board: Board
     actions: tuple[Action, ...]
-    """Empty where the answer was not in the format, or named no move."""
+    """Empty if the answer was not in the format or named no move."""
 
 
 class BoardGame(Environment):
     """The environments `frozen_lake` and `sokoban`."""
 
     def __init__(self, settings: GameEnvironment, seed: int, section: str = "") -> None:
-        """`section` stands before the names of settings in errors."""
+        """`section` is the prefix of setting names in errors."""
         self.settings = settings
         self._game = settings.game
         self._seed = seed
@@ -155,7 +155,7 @@ class BoardGame(Environment):
         self.graders = (GameGrader(settings, self._game),)
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Training boards are drawn when they are used; held-out boards all at once, so that no two are equal."""
+        """Training boards are made when they are used; held-out boards all at once, so that all of them differ."""
         if split == "train":
             indices = range(self.settings.train_size)
             return LazyTasks(lambda index: self._task(split, index, ()), indices, kind_of=lambda _: "all")
@@ -184,7 +184,7 @@ class BoardGame(Environment):
         return self.demonstration(task)[0]
 
     def demonstration(self, task: Task) -> Sequence[str]:
-        """A shortest solution, as many moves per turn as are allowed, with true descriptions if they are rewarded."""
+        """A shortest solution with as many moves per turn as allowed, and true descriptions if these are rewarded."""
         moves, size = task.answer.split(","), self.settings.max_actions_per_turn
         answers = [",".join(moves[start : start + size]) for start in range(0, len(moves), size)]
         if not self.settings.think:
@@ -199,7 +199,7 @@ class BoardGame(Environment):
         ]
 
     def _task(self, split: Split, index: int, known: Collection[str]) -> Task:
-        """The first board of a row's random numbers that fits and is not among the known ones."""
+        """The first random board of a row that fits the settings and the split and is not among the known ones."""
         rng, (fewest, most) = row_generator(self._seed, split, index), self.settings.moves
         for _ in range(_MOST_DRAWS):
             lines = self._game.random_lines(rng)
@@ -259,7 +259,7 @@ def start_of(game: Game, task: Task) -> Board:
 
 
 def actions_in(text: str, settings: GameEnvironment) -> tuple[Action, ...]:
-    """The moves that an answer plays: those before the first word that is none, as many as a turn may have."""
+    """The moves that an answer plays: those before the first word that is not a move, at most those of one turn."""
     answer = _THOUGHT.fullmatch(text.strip()) if settings.think else None
     if settings.think and answer is None:
         return ()
@@ -274,7 +274,7 @@ def _played(settings: GameEnvironment, board: Board, texts: Sequence[str]) -> li
     for text in texts:
         before, actions = board, actions_in(text, settings)
         for action in actions:
-            # what follows the move that solves it is not played
+            # moves after the one that solves the board are not played
             board = board if board.is_solved else board.after(action)
         played.append(PlayedTurn(before=before, board=board, actions=actions))
     return played

@@ -22,7 +22,7 @@ class FrozenLake:
 
     @classmethod
     def read(cls, lines: Sequence[str]) -> FrozenLake:
-        """The lake of a map with its start S, as gymnasium writes it."""
+        """Read a map in gymnasium's format, with its start S."""
         (start,) = cells_of(lines, "S")
         return cls(ice=tuple(line.replace("S", "F") for line in lines), player=start)
 
@@ -53,7 +53,7 @@ class FrozenLake:
 
 
 def random_lake(side: int, frozen_share: float, rng: np.random.Generator) -> tuple[str, ...]:
-    """A map of independent cells, with start and goal at two of them; there may be no way between the two."""
+    """A map of independent cells, with start and goal at two of them; there may be no path between them."""
     cells = np.where(rng.random(side * side) < frozen_share, "F", "H")
     start, goal = rng.choice(side * side, size=2, replace=False)
     cells[start], cells[goal] = "S", "G"

@@ -1,4 +1,4 @@
-"""Sokoban: a room whose boxes are to be pushed onto targets, in the characters of its usual level files."""
+"""Sokoban: push the boxes of a room onto targets; boards use the characters of the usual level files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Sokoban:
     """A room, its boxes and the player."""
 
     room: tuple[str, ...]
-    """Walls #, targets . and floor -, without what moves."""
+    """Walls #, targets . and floor -, without the boxes and the player."""
     boxes: frozenset[Cell]
     player: Cell
 
     @classmethod
     def read(cls, lines: Sequence[str]) -> Sokoban:
-        """The room of a level: # wall, - floor, . target, $ box, * box on a target, @ player, + player on a target."""
+        """Read a level: # wall, - floor, . target, $ box, * box on a target, @ player, + player on a target."""
         room = str.maketrans({"$": "-", "@": "-", "*": ".", "+": "."})
         (player,) = cells_of(lines, "@+")
         return cls(

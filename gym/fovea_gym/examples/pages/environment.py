@@ -1,7 +1,7 @@
 """Clicking on a small web page by coordinates: a control that the task names, or a menu first and then the control.
 
-What a click does follows from the page and the place, so that an episode has no state to hold. Pictures are drawn
-from the list of controls, in a fraction of a millisecond; `page.html` is the same page for a browser.
+The effect of a click follows from the page and the place, so an episode keeps no state. Pictures are drawn from the
+list of controls in a fraction of a millisecond; `page.html` gives the same page for a browser.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _CLICK = re.compile(r"(\d{1,5}),(\d{1,5})")
 _PAGES = "pages"
 """Key of the task's row that holds its pages."""
 _KINDS = ("click", MENU)
-"""Kinds of tasks, which alternate: one click, and two of them."""
+"""Kinds of tasks, which alternate: one click, or one on the menu and another on a control."""
 _SIDE_PX = 48
 """Side of a picture: 9 visual tokens of the tiny models; model.min_pixels enlarges it for others."""
 
 
 class PagesEnvironment(DrawnRows):
-    """A small web page in pictures: click the named control by coordinates, in half the tasks behind a menu."""
+    """A small web page in pictures: click the named control by coordinates, in half of the tasks after a menu."""
 
     name: Literal["pages"] = "pages"
     scale: Annotated[int, Field(ge=10, le=10_000)] = 1000

@@ -1,4 +1,4 @@
-"""A small web page: controls in a grid, some of them behind a menu; as an element list, a picture, and HTML."""
+"""A small web page of controls in a grid, some of them behind a menu: as a list of controls, a picture and HTML."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Control:
         return (left + right) / 2, (top + bottom) / 2
 
     def is_hit(self, x: float, y: float) -> bool:
-        """True if a click at this place meets the control; a knob is round."""
+        """True if a click at this place hits the control; a knob is round."""
         left, top, right, bottom = self.box
         if self.kind == "knob":
             (centre_x, centre_y), radius = self.centre, (right - left) / 2
@@ -59,9 +59,10 @@ class Control:
 
 
 def random_controls(count: int, rng: np.random.Generator, *, menu: bool = False) -> tuple[Control, ...]:
-    """Controls that differ in kind or colour, each somewhere in its cell of the grid; `menu` puts that one first.
+    """Controls that differ in kind or colour, each somewhere in its cell of the grid; with `menu`, the first is a menu.
 
-    The second has the first's kind and the third its colour, so that neither word of its name is enough to find it.
+    The second has the kind of the first, and the third its colour, so that neither word of the first's name is enough
+    to find it.
     """
     looks: list[tuple[Any, Any]] = list(product(KINDS, COLOURS))
     shuffled = [looks[place] for place in rng.permutation(len(looks))]
@@ -85,7 +86,7 @@ def _placed(
 
 
 def picture(controls: Sequence[Control], side_px: int) -> NDArray[np.uint8]:
-    """The page as a picture [side, side, 3]: like Chromium's of `html`, without being equal to it pixel for pixel."""
+    """The page as a picture [side, side, 3], which is like Chromium's of `html` but not equal pixel for pixel."""
     side = side_px * _OVERSAMPLING
     image = Image.new("RGB", (side, side), _PAGE)
     pen = ImageDraw.Draw(image)

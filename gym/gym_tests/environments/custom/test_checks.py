@@ -60,16 +60,16 @@ def test_what_is_documented_passes() -> None:
         ([replace(TASK, answer=3)], "id 'train/0' with answer=3 (of type int); give a text, such as answer=str(...)"),  # type: ignore[arg-type]
         (
             [replace(TASK, question="caf\udce9?")],
-            r"with question='caf\udce9?' (of type str): character 3 is half of a pair, which neither a tokenizer nor a "
-            "file takes; decode the bytes with errors='replace'",
+            r"with question='caf\udce9?' (of type str): character 3 is half of a UTF-16 pair, which no tokenizer "
+            "or file accepts; decode the bytes with errors='replace'",
         ),
         ([replace(TASK, id=3)], "Task of id 3 with id=3 (of type int); give a text, such as id=str(...)"),  # type: ignore[arg-type]
-        ([replace(TASK, images=(PICTURE,))], "give a picture as ImageRef(source=picture), of fovea_gym.types"),  # type: ignore[arg-type]
+        ([replace(TASK, images=(PICTURE,))], "give a picture as fovea_gym.types.ImageRef(source=picture)"),  # type: ignore[arg-type]
         ([replace(TASK, images=PICTURE)], "(of type Image); give a tuple, images=(ImageRef(source=...),)"),  # type: ignore[arg-type]
         (
             [replace(TASK, images=(ImageRef(source=Path("a.png")),))],  # type: ignore[arg-type]
             "Task of id 'train/0' with the image ImageRef(source=PosixPath('a.png') (of type PosixPath)); give encoded "
-            "bytes, a path or URL as a text, RGB values of numpy or a Pillow image",
+            "bytes, a path or URL as a text, a numpy array of RGB values or a Pillow image",
         ),
     ],
 )
@@ -120,7 +120,10 @@ def test_rows_that_are_made_on_access_are_checked_where_they_come_by() -> None:
         ([Message(role="human", parts=("?",))], "with role='human' (of type str); set one of system, user, assistant"),  # type: ignore[arg-type]
         ([Message(role="user", parts="Dark?")], "with parts='Dark?' (of type str); give a tuple, such as parts=(task."),
         ([Message(role="user", parts=("\ud800",))], r"with the part '\ud800' (of type str): character 0 is half of a"),
-        ([Message(role="user", parts=(PICTURE, "?"))], "(of type Image); give a picture as ImageRef(source=picture)"),  # type: ignore[arg-type]
+        (
+            [Message(role="user", parts=(PICTURE, "?"))],
+            "(of type Image); give a picture as fovea_gym.types.ImageRef(source=picture)",
+        ),  # type: ignore[arg-type]
     ],
 )
 def test_messages_that_are_none_are_named(messages: Any, problem: str) -> None:
@@ -137,7 +140,7 @@ def test_messages_that_are_none_are_named(messages: Any, problem: str) -> None:
     ("answers", "problem"),
     [
         ("dark", "returned 'dark' (of type str); return a list with one text for every turn"),
-        (["look", "\ud800"], r"returned the answer '\ud800' (of type str): character 0 is half of a pair"),
+        (["look", "\ud800"], r"returned the answer '\ud800' (of type str): character 0 is half of a UTF-16 pair"),
         (["look", 1], "returned the answer 1 (of type int); return a text"),
         (["look"] * 3, "returned 3 answers, but an episode has 1 to max_turns=2; return one for every turn, or change"),
         ([], "returned 0 answers, but an episode has 1 to max_turns=2"),

@@ -54,7 +54,7 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cells", "problem"),
     [
-        ({"country": "Atlantis"}, "'Atlantis' is not a country we know"),
+        ({"country": "Atlantis"}, "'Atlantis' is not a known country"),
         ({"country": None}, "the country is empty, so the first stages have nothing to ask for"),
         ({"lat": 95.0}, "lat is 95, beyond 90 degrees"),
         ({"lon": None}, "one of lat and lon is empty"),

@@ -89,9 +89,9 @@ def test_grades_of_objects() -> None:
 @pytest.mark.parametrize(
     ("truth", "message"),
     [
-        ({}, "the truth knows nothing"),
-        ({"country": ""}, "the truth knows nothing"),
-        ({"country": "Atlantis"}, "'Atlantis' is not a country we know; write its English name or ISO code"),
+        ({}, "the truth has nothing"),
+        ({"country": ""}, "the truth has nothing"),
+        ({"country": "Atlantis"}, "'Atlantis' is not a known country; write its English name or ISO code"),
         ({"country": 3}, "country is of type int, not a text"),
         ({"lat": 91, "lon": 0}, "lat is 91, beyond 90 degrees"),
         ({"lat": 0, "lon": -180.5}, "lon is -180.5, beyond 180 degrees"),
