@@ -180,8 +180,8 @@ def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles
     # the policy's tensors are in other processes, or sharded, so that an engine cannot use them
     width = 0 if roles.shares_tensors else numerics.width
     engine = Counter({ENGINE: sizes.parameters * width})
-    # while it sleeps it keeps the weights that no weight sync brings, and copies of the others where they fit; under Megatron
-    # it keeps all
+    # a sleeping engine keeps the weights that a weight sync does not send, and copies of the others where they fit;
+    # under Megatron it keeps all of its weights
     copied = 0 if roles.is_divided else sizes.trainable * width
     asleep = Counter({ENGINE: sizes.parameters * width - copied})
     recorded = (
