@@ -202,7 +202,7 @@ def test_rows_are_numbers_and_ranges() -> None:
         (["MODEL", "--image", "2"], "--image 2: the prompt of test/0 has 1 picture(s)"),
         (["MODEL", "--patch-px", "1"], "has 2304 patches, above the limit of 1024; set a larger one"),
         (["MODEL", "--answer", ""], "the answer has no token; give a text"),
-        (["MODEL", "OTHER"], "OTHER: fovea saliency takes one model"),
+        (["MODEL", "OTHER"], "OTHER: fovea saliency takes only one model"),
         (["MODEL", "--recorded", "test-final"], "is not a run, and has recorded no answers; name a run"),
         (["MODEL", "--rows", "0-1"], "is not a run and keeps no maps; ask for one row"),
         (["MODEL", "--out", "map.jpg"], "--out map.jpg: the file is a PNG picture; name it map.png"),
