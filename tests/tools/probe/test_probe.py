@@ -109,7 +109,7 @@ def test_a_recipe_is_planned_with_the_measured_rates() -> None:
     assert once[1] == twice[1] == "rollout: 320 completions at once on average"
     slow, fast = (float(lines[2].split()[1].replace(",", "")) for lines in (once, twice))
     assert 1 < fast / slow < 2, "decoding waits for memory, prefill does not"
-    assert "an MFU of 25% is planned" in once[3], "35 % of the 71 % of the data sheet that products reach"
+    assert "an MFU of 25% is assumed" in once[3], "35 % of the 71 % of the data sheet that products reach"
 
 
 @pytest.mark.slow

@@ -143,17 +143,17 @@ def summary_of(page: Path) -> dict[str, Any]:
     ("words", "message"),
     [
         ([], "no result named; write fovea reproduce NAME"),
-        (["easyr1_geo_7b"], "no published result; did you mean easyr1_geo3k_7b or "),
-        (["EASYR1_GEO3K_7B"], "no published result; did you mean easyr1_geo3k_7b or "),
-        (["zzz"], "zzz: no published result; there are easyr1_geo3k_7b, "),
+        (["easyr1_geo_7b"], "not a published result; did you mean easyr1_geo3k_7b or "),
+        (["EASYR1_GEO3K_7B"], "not a published result; did you mean easyr1_geo3k_7b or "),
+        (["zzz"], "zzz: not a published result; the names are easyr1_geo3k_7b, "),
         (["easyr1_geo3k_7b", "rollout.n=3"], "verl's actor_rollout_ref.rollout.n is rollout.samples_per_prompt here"),
         (["easyr1_geo3k_7b", "--quiet"], "no such option; there are --list, --debug and --help"),
-        (["easyr1_geo3k_7b"], "model.path=Qwen/Qwen2.5-VL-7B-Instruct: its config.json is not in the local cache"),
+        (["easyr1_geo3k_7b"], "model.path=Qwen/Qwen2.5-VL-7B-Instruct: its config.json is neither in the local cache"),
         (["easyr1_geo3k_7b", "tiny"], "run `fovea data geo3k` where there is a network, and copy data/geo3k here"),
-        (["mm_eureka_7b", "tiny"], "no such file data/mm_eureka/train.jsonl, data/mm_eureka/k12.jsonl; the hub's"),
+        (["mm_eureka_7b", "tiny"], "data/mm_eureka/train.jsonl, data/mm_eureka/k12.jsonl not found; the hub's"),
         (
             ["easyr1_geo3k_7b", "tiny", "model.tiny={hidden_size: 16384, num_heads: 512, num_layers: 100}"],
-            "GiB of memory on the CPU (there is no GPU) and may fill",
+            "GiB of memory on the CPU (this machine has no GPU) and may use",
         ),
     ],
 )
