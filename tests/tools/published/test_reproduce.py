@@ -149,7 +149,7 @@ def summary_of(page: Path) -> dict[str, Any]:
         (["easyr1_geo3k_7b", "rollout.n=3"], "verl's actor_rollout_ref.rollout.n is rollout.samples_per_prompt here"),
         (["easyr1_geo3k_7b", "--quiet"], "no such option; there are --list, --debug and --help"),
         (["easyr1_geo3k_7b"], "model.path=Qwen/Qwen2.5-VL-7B-Instruct: its config.json is neither in the local cache"),
-        (["easyr1_geo3k_7b", "tiny"], "run `fovea data geo3k` where there is a network, and copy data/geo3k here"),
+        (["easyr1_geo3k_7b", "tiny"], "run `fovea data geo3k` on a machine with a network, and copy data/geo3k here"),
         (["mm_eureka_7b", "tiny"], "data/mm_eureka/train.jsonl, data/mm_eureka/k12.jsonl not found; the hub's"),
         (
             ["easyr1_geo3k_7b", "tiny", "model.tiny={hidden_size: 16384, num_heads: 512, num_layers: 100}"],
