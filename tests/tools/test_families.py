@@ -36,4 +36,4 @@ def test_a_row_is_what_the_checks_find(row: TestedType) -> None:
 def test_an_unknown_type_is_named() -> None:
     result = CliRunner().invoke(app, ["doctor", "--families", "llama"])
     assert result.exit_code == 2
-    assert "--families llama: not a tested model type; name some of qwen2_vl, " in result.output
+    assert "--families llama: not a tested model type; choose from qwen2_vl, " in result.output

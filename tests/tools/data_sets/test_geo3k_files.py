@@ -92,7 +92,7 @@ def test_a_split_that_is_not_there_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS), copy / "fixture_test.parquet")
     result = fetched(copy, tmp_path / "out")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "or name the splits that it holds: --split train --split validation\n" in result.stderr
+    assert "or name the splits that it has: --split train --split validation\n" in result.stderr
     assert not (tmp_path / "out").exists()
     result = written(copy, tmp_path / "out", "--split", "train", "--split", "validation")
     settings = f"'environment.test_files=[{tmp_path / 'out' / 'validation.parquet'}]' environment.dev_files=null"
@@ -103,7 +103,10 @@ def test_rows_of_another_layout_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"prompt": "?", "images": [square("red")]}]), tmp_path / "train.parquet")
     result = fetched(tmp_path, tmp_path / "out", "--split", "train")
     assert result.exit_code == 2
-    assert "has no column problem, answer; its columns are prompt, images; files in another layout" in result.stderr
+    assert (
+        "has no column problem, answer; its columns are prompt, images; to train on files of another layout"
+        in result.stderr
+    )
 
 
 def test_a_row_without_an_answer_stays_one(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_metrics_of_others_are_ours() -> None:
 
 
 def test_one_name_for_two_figures_is_told_apart() -> None:
-    (pair,) = [pair for pair in systems()["rlinf"].metrics if pair.theirs == "actor/mismatch/kl"]
+    (pair,) = [pair for pair in systems()["rlinf"].metrics if pair.theirs == "actor/rollout_train_kl"]
     assert pair.ours == "mismatch/abs"
     assert "mismatch/kl" in pair.note
 

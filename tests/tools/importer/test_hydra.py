@@ -200,7 +200,7 @@ def test_the_environment_gives_folders_and_no_secrets(monkeypatch: pytest.Monkey
         ("${multiplied:2, 3}", r"\ba\.key: .*\bmultiplied\b"),
         ("${multiply:2}", "a.key: .* has no value"),
         ("${int_div:2, 0}", "a.key: .* has no value"),
-        ("${a.circle}", "a.key: its references lead in a circle"),
+        ("${a.circle}", "a.key: its references go in a circle"),
     ],
 )
 def test_a_reference_without_a_value_is_refused(value: str, message: str) -> None:
@@ -249,13 +249,13 @@ def test_words_know_their_lines(script: str, lines: list[tuple[str, int]]) -> No
     ("script", "reason"),
     [
         ("a.b=$NOT_SET_ANYWHERE", "$NOT_SET_ANYWHERE is set nowhere"),
-        ("a.b=$A_KEY", "$A_KEY is set only in the environment, which a recipe does not show"),
-        ("a.b=$(nproc)", "$(nproc) is a command, and none is run"),
-        ("a.b=`nproc`", "`nproc` is a command, and none is run"),
+        ("a.b=$A_KEY", "$A_KEY is set only in the environment, and a recipe must not show it"),
+        ("a.b=$(nproc)", "$(nproc) is a command, and commands are not run"),
+        ("a.b=`nproc`", "`nproc` is a command, and commands are not run"),
         ("if true; then N=1; else N=2; fi; a.b=$N", "$N is set to different values"),
-        ("N=$(nproc)\na.b=$N", "$(nproc) is a command, and none is run"),
-        ("a.b=$((2 ** 9))", "$((2 ** 9)) is not a sum of known numbers"),
-        ("a.b=${NAME//x/y}", "${NAME//x/y} is unread"),
+        ("N=$(nproc)\na.b=$N", "$(nproc) is a command, and commands are not run"),
+        ("a.b=$((2 ** 9))", "$((2 ** 9)) is not arithmetic of known integers"),
+        ("a.b=${NAME//x/y}", "${NAME//x/y} is not a supported expansion"),
     ],
 )
 def test_what_only_running_it_would_tell_is_unread(script: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,9 @@ def test_what_has_no_counterpart_is_listed_with_its_reason() -> None:
     recipe = imported("run.sh", "trainer.colour=red", "data.video_key=clips", "trainer.logger=[swanlab,clearml]")
     assert "  swanlab_project: verl_grpo_example_geo3k" in recipe
     assert "# Without a counterpart here, and left out:\n#   data.video_key: videos are not read\n" in head_of(recipe)
-    assert "#   trainer.logger: no clearml; metrics.jsonl in the run folder has every metric" in head_of(recipe)
+    assert "#   trainer.logger: clearml not supported; metrics.jsonl in the run folder has every metric" in head_of(
+        recipe
+    )
     assert '# Unknown, and left out:\n#   trainer.colour="red" (command line)' in head_of(recipe)
     empty = {"trainer.colours": "[]", "trainer.shades": "{}", "trainer.tone": "null", "data.video_key": "null"}
     recipe = imported("run.sh", *(f"{key}={value}" for key, value in empty.items()))
@@ -198,7 +200,7 @@ def test_every_given_setting_is_somewhere(file: str, text: str) -> None:
 
 def test_a_share_of_an_unknown_number_of_steps_is_not_guessed() -> None:
     recipe = imported("geo3k.yaml")
-    assert "#   actor.lr_sched.lr_warmup_fraction: a share of a number of steps that is not known;" in recipe
+    assert "#   actor.lr_sched.lr_warmup_fraction: it is a share of all steps, and their number is not set;" in recipe
     assert resolved(recipe)["train.lr_warmup_steps"] == 0
 
 
@@ -207,35 +209,38 @@ def test_a_share_of_an_unknown_number_of_steps_is_not_guessed() -> None:
     [
         (
             ["./run.sh"],
-            'data.reward_fn_key="data_source", verl\'s default: verl picks the grader of a row by this column',
+            "data.reward_fn_key=\"data_source\", verl's default: verl picks a row's grader by this column",
         ),
-        (["run.sh", "algorithm.use_kl_in_reward=True"], "a run has one KL term; leave one out"),
+        (["run.sh", "algorithm.use_kl_in_reward=True"], "a run has only one KL term; set one of them to false"),
         (["run.sh", f"{ACTOR}.clip_ratio=0.3"], "without effect in verl, where"),
         (
             ["run.sh", "actor_rollout_ref.rollout.response_length=99", *GEO3K],
             "is rollout.max_new_tokens=99; a run of Fovea",
         ),
         (["run.sh", f"{ACTOR}.ppo_mini_batch_size=100"], "is not a multiple of it"),
-        (["run.sh", "algorithm.adv_estimator=remax"], "there is no such advantage here; set it to grpo, gae"),
-        (["run.sh", f"{ACTOR}.kl_loss_type=abs"], "there is no such estimator here; set it to"),
-        (["run.sh", "actor_rollout_ref.rollout.name=hf"], "verl needs an engine, and vllm and sglang are here"),
+        (["run.sh", "algorithm.adv_estimator=remax"], "no such advantage exists here; set it to one of grpo, gae"),
+        (["run.sh", f"{ACTOR}.kl_loss_type=abs"], "no such estimator exists here; set it to one of"),
+        (["run.sh", "actor_rollout_ref.rollout.name=hf"], "verl needs an engine, and only vllm and sglang have a"),
         (["run.sh", f"{ACTOR}.optim.lr=-1"], f"{ACTOR}.optim.lr=-1 (command line)"),
         *(
             (
                 ["run.sh", f"{key}=0.7", *GEO3K],
-                "no setting of verl; did you mean actor_rollout_ref.rollout.temperature?",
+                "not a setting of verl; did you mean actor_rollout_ref.rollout.temperature?",
             )
             for key in ("actor_rollout_ref.rollout.temprature", "actor_rolout_ref.rollout.temperature")
         ),
-        (["geo3k.yaml", "algorithm.sampling_params.max_new_tokens=9000"], "more than runner.seq_length=8192 less"),
-        (["geo3k.yaml", "actor.model.model_path=/other"], "a run of Fovea has one value: leave one of them out"),
-        (["geo3k.yaml", "--environment", "vqa"], "this is environment.name=geo3k, but --environment says vqa"),
-        (["geo3k.yaml", "reward.reward_type=code"], "no environment here is of that type; add --environment"),
-        (["geo3k.yaml", "data.seed=${nothing:1}"], "is a function that is not known here; write its value"),
-        (["geo3k.yaml", "actor.training_backend=megatron"], "a share of a number of steps"),
+        (
+            ["geo3k.yaml", "algorithm.sampling_params.max_new_tokens=9000"],
+            "this is more than runner.seq_length=8192 minus",
+        ),
+        (["geo3k.yaml", "actor.model.model_path=/other"], "a run of Fovea has one value; remove one of them"),
+        (["geo3k.yaml", "--environment", "vqa"], "this means environment.name=geo3k, but --environment is vqa"),
+        (["geo3k.yaml", "reward.reward_type=code"], "no environment here has this type; add --environment"),
+        (["geo3k.yaml", "data.seed=${nothing:1}"], "is an unknown function; write its value"),
+        (["geo3k.yaml", "actor.training_backend=megatron"], "it is a share of all steps"),
         (
             ["geo3k.yaml", "runner.max_steps=${runner.max_steps}"],
-            "error: runner.max_steps -> runner.max_steps: these settings refer to each other in a circle; write the ",
+            "error: runner.max_steps -> runner.max_steps: these settings refer to each other in a circle; set one of ",
         ),
         (
             ["geo3k.yaml", "runner.max_steps=${runner.x}", "runner.x=${runner.max_steps}"],
@@ -243,11 +248,11 @@ def test_a_share_of_an_unknown_number_of_steps_is_not_guessed() -> None:
         ),
         (["nothing.yaml"], "; give a YAML file or a script of verl or RLinf"),
         (["nothing.sh"], "nothing.sh: no such file in "),
-        (["."], ".: a folder, no file; give a YAML file or a script of verl or RLinf"),
+        (["."], ".: this is a folder; give a YAML file or a script of verl or RLinf"),
         ([], "no settings found; write fovea import-config FILE"),
-        (["foo.bar=1"], "foo.bar: neither verl nor RLinf has such settings; give a file of theirs"),
-        (["x=1"], "x=1: neither a file nor a setting of verl or RLinf, written key=value"),
-        (["data.shuffle=True"], "say which it is with --system verl or --system rlinf"),
+        (["foo.bar=1"], "foo.bar: neither verl nor RLinf has such settings; give a file of verl or RLinf"),
+        (["x=1"], "x=1: neither a file nor a setting; give a file, or settings of"),
+        (["data.shuffle=True"], "choose with --system verl or --system rlinf"),
     ],
 )
 def test_what_cannot_be_imported_is_told(words: list[str], message: str) -> None:
@@ -269,21 +274,24 @@ def script_of(*lines: str) -> str:
 @table(
     ("text", "message"),
     [
-        (growing("ab", "${{runner.a{0}}}${{runner.a{0}}}"), "its references make it longer than 100,000 characters"),
+        (growing("ab", "${{runner.a{0}}}${{runner.a{0}}}"), "with its references replaced it has more than 100,000"),
         (growing("''", "${{runner.a{0}}}${{runner.a{0}}}"), "rollout.rollout_backend=null, RLinf's default"),
         (growing(9, "${{multiply:${{runner.a{0}}},${{runner.a{0}}}}}"), "larger than any setting"),
         (growing("x", "${{multiply:${{runner.a{0}}},1000000000000}}"), "has no value"),
         (
             "runner:\n" + "".join(f"  a{n}: ${{runner.a{n + 1}}}\n" for n in range(300)) + "  max_steps: ${runner.a0}",
-            "runner.max_steps: it refers to more than 50 settings in a row; write its value",
+            "runner.max_steps: its references lead through more than 50 settings; set it to a value",
         ),
         (
             script_of("A0=ab", *(f"A{n}=$A{n - 1}$A{n - 1}" for n in range(1, 42)), "B=$A41"),
-            ": variables stand for more than 1,000,000 characters; write their values",
+            ": variables expand to more than 1,000,000 characters; write their values",
         ),
         (script_of("B=" + "${A:-" * 3000 + "x" + "}" * 3000), "more than 30 defaults are nested in each other"),
-        (script_of(f"B=$(({'(' * 3000}1{')' * 3000}))"), "is not a sum of known numbers; add data.train_files=VALUE"),
-        (script_of(f"B=$((1{'+1' * 30000}))"), "is not a sum of known numbers; add data.train_files=VALUE"),
+        (
+            script_of(f"B=$(({'(' * 3000}1{')' * 3000}))"),
+            "is not arithmetic of known integers; add data.train_files=VALUE",
+        ),
+        (script_of(f"B=$((1{'+1' * 30000}))"), "is not arithmetic of known integers; add data.train_files=VALUE"),
     ],
 )
 def test_what_grows_without_end_is_refused(text: str, message: str) -> None:
@@ -298,19 +306,19 @@ def test_files_of_defaults_that_double_are_refused() -> None:
     for number in range(45):
         below = f"defaults: [a{number + 1}, a{number + 1}]\n" if number < 44 else "x: 1\n"
         Path(f"a{number}.yaml").write_text(below, encoding="utf-8")
-    assert "`defaults` name more than 1000 files; write fewer" in error_of("a0.yaml")
+    assert "`defaults` lists name more than 1000 files; name fewer" in error_of("a0.yaml")
 
 
 def test_a_variable_that_nobody_sets_is_asked_for() -> None:
     Path("run.sh").write_text(VERL.replace("DATA=/data/geo3k\n", ""), encoding="utf-8")
-    assert error_of("run.sh").endswith("add data.train_files=VALUE behind the file")
+    assert error_of("run.sh").endswith("add data.train_files=VALUE after the file")
     files = ["data.train_files=/d/train.parquet", "data.val_files=/d/test.parquet"]
     assert resolved(imported("run.sh", *files))["environment.train_files"] == ["/d/train.parquet"]
 
 
 def test_two_values_in_one_script_are_a_contradiction() -> None:
     Path("run.sh").write_text(f"{VERL}\npython3 -m verl.trainer.main_ppo trainer.nnodes=4\n", encoding="utf-8")
-    assert "run.sh line 41: trainer.nnodes=4, but run.sh line 38: trainer.nnodes=1; leave" in error_of("run.sh")
+    assert "run.sh line 41: trainer.nnodes=4, but run.sh line 38: trainer.nnodes=1; remove" in error_of("run.sh")
     assert resolved(imported("run.sh", "trainer.nnodes=3"))["cluster.num_nodes"] == 3
 
 
@@ -324,7 +332,7 @@ def test_text_of_a_file_stays_in_its_comment() -> None:
 def test_a_file_is_written_once() -> None:
     imported("run.sh", "--out", "mine.yaml")
     assert load_config([Path("mine.yaml")], []).rollout.prompts_per_step == VERL_TABLE["rollout.prompts_per_step"]
-    message = "mine.yaml: there is such a file; give another --out"
+    message = "mine.yaml: the file exists already; give another --out"
     assert error_of("run.sh", "--out", "mine.yaml").endswith(message)
 
 
@@ -346,8 +354,8 @@ def test_the_config_that_a_command_names_is_read(options: str) -> None:
 def test_a_config_that_is_not_there_is_listed() -> None:
     Path("run.sh").write_text(VERL.replace("main_ppo ", "main_ppo --config-name mine --config-dir gone "))
     recipe = imported("run.sh")
-    assert "#   --config-name: its settings stand in a YAML file, which is not in --config-path; name that" in recipe
-    assert "#   --config-dir: its settings stand in YAML files that are not there" in recipe
+    assert "#   --config-name: its settings are in a YAML file that is not in --config-path; give that" in recipe
+    assert "#   --config-dir: its settings are in YAML files that were not found" in recipe
 
 
 def test_settings_of_trl_are_told_their_page() -> None:
@@ -355,13 +363,13 @@ def test_settings_of_trl_are_told_their_page() -> None:
     trl = "model_name_or_path: m\nnum_generations: 8\nmax_completion_length: 64\nunheard_of: 1\n"
     Path("trl.yaml").write_text(trl, encoding="utf-8")
     assert error_of("trl.yaml") == (
-        "error: 3 of 4 settings are those of TRL, whose files are not read, only verl's and RLinf's; write a recipe by "
+        "error: 3 of 4 settings belong to TRL, and only files of verl and RLinf can be imported; write a recipe with "
         "the table that python -m fovea_tools.importer.docs trl prints (model_name_or_path is model.path, "
         "num_generations is rollout.samples_per_prompt, max_completion_length is rollout.max_new_tokens)"
     )
     launch = "accelerate launch --config_file zero3.yaml grpo_vlm.py"
     Path("trl.sh").write_text(f"{launch} \\\n  --learning_rate 1e-5 --num_generations=8\n")
-    assert error_of("trl.sh").startswith("error: 2 of 3 settings are those of TRL, whose files are not read, only verl")
+    assert error_of("trl.sh").startswith("error: 2 of 3 settings belong to TRL, and only files of verl")
     Path("other.sh").write_text("python train.py --config_file zero3.yaml\n")
     assert error_of("other.sh") == "error: no settings found; write fovea import-config FILE [KEY=VALUE]..."
 
@@ -410,10 +418,10 @@ def test_no_value_of_any_key_is_a_traceback(name: str, is_alone: bool) -> None:
         ([f"{ACTOR}.optim.lr_scheduler_type=[1]"], f"{ACTOR}.optim.lr_scheduler_type: only "),
         (["trainer.logger=0"], "trainer.logger: 0 is not a text or list of texts or null"),
         (["custom_reward_function.path=[1]"], "custom_reward_function.path: [1] is not a file"),
-        (["data.truncation=left", "data.filter_overlong_prompts=False"], "data.truncation: a prompt is never cut"),
+        (["data.truncation=left", "data.filter_overlong_prompts=False"], "data.truncation: prompts are never cut"),
         (
             [f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"],
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu: it counts completions, and is not a multiple of the 5 of a group",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu: it counts completions, and is not a multiple of the group size 5",
         ),
     ],
 )
@@ -433,7 +441,7 @@ def test_what_is_read_together_with_it_is_not_guessed() -> None:
 
 def test_gpus_that_meet_in_part_are_no_placement() -> None:
     recipe = imported("geo3k.yaml", f"{PLACEMENT}.actor=0-3", f"{PLACEMENT}.rollout=2-5")
-    assert f"{PLACEMENT}.rollout: no placement here; set cluster.placement" in recipe
+    assert f"{PLACEMENT}.rollout: no such placement exists here; set cluster.placement" in recipe
     assert resolved(recipe)["cluster.placement"] == "collocated"
 
 

@@ -52,5 +52,5 @@ def test_saved_activations_are_those_that_autograd_keeps(kind: str, tmp_path: Pa
 
 def test_a_family_without_a_fast_path_is_refused(tmp_path: Path) -> None:
     save_tiny_kind("gemma3", tmp_path, CORPUS)
-    with pytest.raises(ConfigError, match=r"transformers' own forward, whose memory `fovea plan` does not know; set"):
+    with pytest.raises(ConfigError, match=r"transformers' own forward, whose memory `fovea plan` cannot estimate; set"):
         model_sizes(config_for(tmp_path, 30, 9))

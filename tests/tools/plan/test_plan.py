@@ -245,7 +245,7 @@ def test_a_pool_without_a_size_is_what_memory_leaves(tmp_path: Path) -> None:
     plan = geo3k_plan(tmp_path, default)
     assert plan.batch_tokens is not None
     assert plan.peak.phase == "update"
-    assert 0 <= plan.machine.usable_bytes - plan.peak.total < KV_BYTES, "all that the update leaves"
+    assert 0 <= plan.machine.usable_bytes - plan.peak.total < KV_BYTES, "all memory that the update leaves free"
     plan = geo3k_plan(tmp_path, default, "train.gradient_checkpointing=none", "train.max_tokens_per_microbatch=24576")
     rollout, update = plan.phases
     held = rollout.parts["parameters"] + rollout.parts["optimizer"]
@@ -305,7 +305,7 @@ def test_the_command_says_what_to_change(tmp_path: Path) -> None:
     [
         (
             ["max_batch_tokens=null"],
-            "all that the update leaves, so that it stays in memory",
+            "all memory that the update leaves free, so it can stay allocated",
             r"fits: 2\d\.\d\d GiB are free at the peak, in the update, and the key-value cache takes them",
         ),
         (["max_batch_tokens=65536"], "rollout.engine.max_batch_tokens", r"GiB are free at the peak, in the \w+$"),

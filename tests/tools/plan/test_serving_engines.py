@@ -133,5 +133,5 @@ def test_the_command_names_the_setting(tmp_path: Path) -> None:
     small = CliRunner().invoke(app, [*words, "rollout.engine.gpu_memory_utilization=0.1"])
     assert small.exit_code == 1
     said = " ".join(small.stdout.split())
-    assert "does not fit: the key-value cache has room for 0 tokens beside the engine's weights" in said
+    assert "does not fit: the key-value cache has room for 0 tokens next to the engine's weights" in said
     assert "it fits with rollout.engine.gpu_memory_utilization=" in said

@@ -109,7 +109,7 @@ def test_a_recipe_is_planned_with_the_measured_rates() -> None:
     assert once[1] == twice[1] == "rollout: 320 completions at once on average"
     slow, fast = (float(lines[2].split()[1].replace(",", "")) for lines in (once, twice))
     assert 1 < fast / slow < 2, "decoding waits for memory, prefill does not"
-    assert "an MFU of 25% is planned" in once[3], "35 % of the 71 % of the data sheet that products reach"
+    assert "an MFU of 25% is assumed" in once[3], "35 % of the 71 % of the data sheet that products reach"
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_a_plan_estimates_seconds_on_a_cpu_and_says_by_what() -> None:
     """From the same FLOPs as on a GPU, at the rates of each process's share of this machine."""
     done = fovea_here("plan", "recipes/shapes.yaml", "plan.gpu=cpu").stdout
     done = " ".join(done.split())
-    assert "rough, by a product of matrices (" in done
+    assert "rough, from a matrix product (" in done
     assert "at most 0.403 million parameters" in done
     assert "with 1 image of 9," in done
     assert "GiB of each process at the peak" in done
@@ -153,4 +153,4 @@ def test_rates_of_a_gpu_are_those_of_its_data_sheet() -> None:
     plan = make_plan(load_config([shipped_recipe("shapes")], []), machine=unknown)
     out = io.StringIO()
     Console(width=200, file=out).print(plan_tables(plan, []))
-    assert "no seconds: the rates of GTX 9 are not known here" in out.getvalue()
+    assert "no seconds: the speed of GTX 9 is unknown" in out.getvalue()

@@ -125,7 +125,7 @@ def test_other_content_is_no_map(content: str, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("run")
     (folder / FOLDER).mkdir()
     (folder / FOLDER / "a.json").write_text(content)
-    with pytest.raises(DataError, match="holds no map"):
+    with pytest.raises(DataError, match="is not a valid map"):
         read_maps(folder)
 
 
@@ -148,7 +148,7 @@ def test_a_map_has_at_most_so_many_patches() -> None:
     side = int(MAX_PATCHES**0.5)
     falls = ((0.0,) * side,) * side
     assert map_of("test/0", "3", size=(side, side), patch_px=1, falls=falls).size == (side, side)
-    with pytest.raises(ValueError, match="no 33 x 32 patches"):
+    with pytest.raises(ValueError, match="falls are not 33 x 32 patches"):
         map_of("test/0", "3", size=(side, side + 1), patch_px=1, falls=(*falls, falls[0]))
 
 

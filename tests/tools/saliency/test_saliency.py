@@ -159,7 +159,7 @@ def test_a_full_folder_takes_no_more(run: Path) -> None:
     for number in range(MAX_MAPS - 1):
         (run / FOLDER / f"{number}.json").touch()
     done = CliRunner().invoke(app, ["saliency", str(run)])
-    assert f"has {MAX_MAPS} maps, and 1 more are above the limit of {MAX_MAPS}; delete some" in done.stderr
+    assert f"has {MAX_MAPS} maps, and 1 more exceed the limit of {MAX_MAPS}; delete some" in done.stderr
     saliency(run)
 
 
@@ -171,8 +171,11 @@ def test_a_full_folder_takes_no_more(run: Path) -> None:
         (["--recorded", "1:7:1"], "--recorded 1:7:1: step 1 has groups 1 to 4"),
         (["--recorded", "1:0:1"], "step 1 has groups 1 to 4"),
         (["--recorded", "1:1:5"], "step 1 has answers 1 to 4 in that group"),
-        (["--recorded", "test-final", "--row", "700"], "--row 700: test-final has no answer to it, only to 16 others"),
-        (["--recorded", "1:1:1", "--rows", "0-1"], "--recorded 1:1:1 is one answer, whose row is known; leave --rows"),
+        (
+            ["--recorded", "test-final", "--row", "700"],
+            "--row 700: test-final has no answer to this row, only to 16 others",
+        ),
+        (["--recorded", "1:1:1", "--rows", "0-1"], "--recorded 1:1:1 is a single answer with a known row; drop --rows"),
         (["environment.level=2"], "environment.level changes the rows"),
         (["seed=2"], "seed changes the rows"),
         (["--recipe", "shapes"], "--recipe changes the rows"),
@@ -197,14 +200,14 @@ def test_rows_are_numbers_and_ranges() -> None:
 @table(
     ("words", "message"),
     [
-        (["majority"], "majority has no picture to hide parts of here; name a run"),
+        (["majority"], "majority has no weights here to make maps with; name a run"),
         (["MODEL", "--row", "5000"], "--row 5000: the test split has rows 0 to"),
         (["MODEL", "--image", "2"], "--image 2: the prompt of test/0 has 1 picture(s)"),
-        (["MODEL", "--patch-px", "1"], "has 2304 patches, above the limit of 1024; set a larger one"),
-        (["MODEL", "--answer", ""], "the answer has no token; give a text"),
-        (["MODEL", "OTHER"], "OTHER: fovea saliency takes one model"),
-        (["MODEL", "--recorded", "test-final"], "is not a run, and has recorded no answers; name a run"),
-        (["MODEL", "--rows", "0-1"], "is not a run and keeps no maps; ask for one row"),
+        (["MODEL", "--patch-px", "1"], "has 2304 patches, above the limit of 1024; set a larger patch"),
+        (["MODEL", "--answer", ""], "the answer has no tokens; give a text"),
+        (["MODEL", "OTHER"], "OTHER: fovea saliency takes only one model"),
+        (["MODEL", "--recorded", "test-final"], "is not a run, so it has no recorded answers; name a run"),
+        (["MODEL", "--rows", "0-1"], "is not a run and stores no maps; ask for one row"),
         (["MODEL", "--out", "map.jpg"], "--out map.jpg: the file is a PNG picture; name it map.png"),
     ],
 )

@@ -159,7 +159,10 @@ def test_rows_of_other_types_than_the_curriculum_has_are_told_before_the_model_i
 def test_rows_that_are_named_twice_are_refused(folder: Path) -> None:
     files = {"environment.train_files": ["other.csv"]}
     done = invoke("vlm-rl-training", env_dataset="places.csv", settings=SETTINGS | files)
-    assert "env_dataset: settings has environment.train_files beside it, which is the same; drop either" in done.stderr
+    assert (
+        "env_dataset: the input settings also sets environment.train_files, which is the same; remove one"
+        in done.stderr
+    )
 
 
 def test_the_final_reward_is_the_mean_of_the_last_hundred_episodes() -> None:

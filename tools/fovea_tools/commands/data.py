@@ -1,6 +1,7 @@
 """`fovea data NAME`: fetch or render a data set; every data set is a subcommand with its own options.
 
-Paths of the files are printed to stdout, progress and next commands to stderr. Writers are imported when they run.
+The paths of the files are printed to stdout, progress and the next commands to stderr. Each subcommand imports its
+writer when it runs.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, add_
 
 
 def _folder_of(files: str) -> Any:
-    """The option `--out`, a folder of these files."""
-    return typer.Option(file_okay=False, help=f"Folder of {files}.")
+    """The option `--out`: the folder to write these files to."""
+    return typer.Option(file_okay=False, help=f"Folder for {files}.")
 
 
 TwoSplits = Annotated[Path, _folder_of("train.parquet and test.parquet")]
 ThreeSplits = Annotated[Path, _folder_of("train.parquet, validation.parquet and test.parquet")]
-TrainRows = Annotated[int, typer.Option(min=1, help="Training rows; a tenth as many test rows come on top.")]
+TrainRows = Annotated[int, typer.Option(min=1, help="Training rows; a tenth as many test rows are added.")]
 RowsOfThree = Annotated[
-    int, typer.Option(min=1, help="Training rows; a twentieth validation and a tenth test rows come on top.")
+    int,
+    typer.Option(min=1, help="Training rows; a twentieth as many validation and a tenth as many test rows are added."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 SideOfScene = Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a scene.")]
 TINY = "tiny"
-"""Recipe that, given after another one, replaces its model with a tiny one."""
+"""Recipe that replaces the model of the recipe before it with a tiny one."""
 
 
 @app.callback()
@@ -62,17 +64,18 @@ def geospot_europe(
     seed: Seed = 0,
     image_side_px: Annotated[int, typer.Option(min=32, max=1024, help="Width and height of the map.")] = 64,
     hold_out_places: Annotated[
-        bool, typer.Option("--hold-out-places", help="Mark nameless places of these countries; the test has others.")
+        bool,
+        typer.Option("--hold-out-places", help="Mark unnamed places of these countries; test rows have other places."),
     ] = False,
     move_degrees: Annotated[
-        float, typer.Option(min=0, max=10, help="Move the middle of each map by up to so many degrees; 0: one map.")
+        float, typer.Option(min=0, max=10, help="Shift the centre of each map by up to this many degrees; 0: one map.")
     ] = 0.0,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Render a map of Europe with marks at 26 cities, offline.
 
-    A tiny model learns to name the marked city, its region, country and coordinates.
+    A tiny model learns to name the marked city with its region, country and coordinates.
     """
     with one_line_errors(debug=debug):
         from fovea_tools.data_sets.europe import write_europe
@@ -119,7 +122,8 @@ def readable(
 ) -> None:
     """Draw geometry that a tiny model can read, offline.
 
-    In Geometry3K's layout. Five kinds of diagrams; a fifth of the problems is in the test file only.
+    The rows have Geometry3K's layout and show five kinds of diagrams; a fifth of the problems are in the test file
+    only.
     """
     with one_line_errors(debug=debug):
         from fovea_tools.data_sets.readable import write_readable
@@ -129,7 +133,7 @@ def readable(
 
 
 def _drawn(command: str, recipe: str, folder: Path, help_text: str) -> None:
-    """Add the command of a data set of rendered scenes, on whose files the recipe trains."""
+    """Add the command of a data set of rendered scenes; the recipe trains on its files."""
 
     def draw(
         out: TwoSplits = folder,
@@ -153,10 +157,10 @@ def _drawn(command: str, recipe: str, folder: Path, help_text: str) -> None:
 
 QUESTIONS = """Render scenes with questions, offline.
 
-Counts, attributes, existence, yes or no, multiple choice."""
+The questions ask for counts, attributes and existence, or are yes/no or multiple choice."""
 VISUAL_QA = """Render scenes in mixtrain's visual QA layout, offline.
 
-Existence, attributes, counts: the types of the curriculum of recipes/vlm_gym_vqa.yaml."""
+The questions ask for existence, attributes and counts, as in the curriculum of recipes/vlm_gym_vqa.yaml."""
 _drawn("vqa", "vqa", Path("data/vqa"), QUESTIONS)
 _drawn("visual-qa", "vlm_gym_vqa", Path("data/visual_qa"), VISUAL_QA)
 _drawn("caption", "caption", Path("data/caption"), "Render scenes with one to five captions each, offline.")
@@ -166,7 +170,7 @@ _drawn("caption", "caption", Path("data/caption"), "Render scenes with one to fi
 def easy_vqa(
     out: Annotated[Path, _folder_of("train.parquet, dev.parquet and test.parquet")] = Path("data/easy_vqa"),
     rows: Annotated[
-        int, typer.Option(min=1, help="Training rows at most; a tenth as many dev and test rows come on top.")
+        int, typer.Option(min=1, help="Most training rows; a tenth as many dev and test rows are added.")
     ] = 30_000,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the dev images and of the order.")] = 0,
     quiet: Quiet = False,
@@ -174,8 +178,8 @@ def easy_vqa(
 ) -> None:
     """Write easy-VQA from its package, offline.
 
-    4,000 pictures of a coloured shape with 38,575 questions, and 1,000 others with 9,673 to test on; train, dev and
-    test share no picture.
+    It has 4,000 pictures of a coloured shape with 38,575 questions, and 1,000 other pictures with 9,673 test questions;
+    train, dev and test share no picture.
     """
     with one_line_errors(debug=debug):
         from fovea_tools.data_sets.easy_vqa import write_easy_vqa
@@ -192,11 +196,11 @@ def _say(text: str, quiet: bool) -> None:
 def _report(name: str, files: Iterable[Path], *beside: str, quiet: bool, folder: Path | None = None) -> None:
     """Print the files and the commands that train on them, also with the recipes `beside` for a small run.
 
-    `name` is the recipe's, which looks for the files in `folder`; default: data/NAME.
+    `name` is a recipe, which looks for the files in `folder` (default: data/NAME).
     """
     by_split = {}
     for file in files:
-        typer.echo(file)  # as soon as it is written
+        typer.echo(file)  # printed as soon as it is written
         by_split[file.stem] = file
     held_out = by_split.get("test", by_split.get("validation"))
     if "train" not in by_split or held_out is None:
@@ -218,7 +222,7 @@ def _report(name: str, files: Iterable[Path], *beside: str, quiet: bool, folder:
 
 
 def _dev_setting(written: Path | None, held_out: Path, default: Path) -> list[str]:
-    """The setting of dev rows, which the recipe takes from the validation split; none where that is right."""
+    """The setting of the dev rows' file; empty if the recipe's default, the validation split, is right."""
     if written is None or written == held_out:
         return ["environment.dev_files=null"]
     return [] if written == default else [f"'environment.dev_files=[{written}]'"]

@@ -1,4 +1,4 @@
-"""`fovea import-config`: a recipe from settings of verl or RLinf. Torch is imported where GPUs are counted."""
+"""`fovea import-config`: a recipe from settings of verl or RLinf. Torch is imported only if GPUs are counted."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 def import_config(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FILE|KEY=VALUE", help="YAML, a shell script or words; settings win over files."),
+        typer.Argument(
+            metavar="FILE|KEY=VALUE", help="YAML files, shell scripts or settings; settings win over files."
+        ),
     ] = None,
     system: Annotated[
-        Literal["verl", "rlinf"] | None, typer.Option(help="Whose settings they are, where these do not tell.")
+        Literal["verl", "rlinf"] | None, typer.Option(help="The system of the settings, if it is not clear from them.")
     ] = None,
     environment: Annotated[
-        EnvironmentName | None, typer.Option(help="Environment of the rows; settings of verl do not name one.")
+        EnvironmentName | None, typer.Option(help="Environment of the rows; verl's settings do not name one.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="RECIPE", help="Write a new file; default: stdout.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Make a recipe of settings of verl or RLinf.
+    """Make a recipe from settings of verl or RLinf.
 
-    Settings with a counterpart are converted, units included, the other system's defaults too; a comment behind each
-    says where it comes from. The rest is listed with reasons, and settings that contradict each other are an error.
+    Settings with a counterpart are converted, including their units and the other system's defaults; a comment after
+    each names its source. The rest is listed with reasons, and settings that contradict each other are an error.
     Examples: fovea import-config run_qwen2_5_vl-7b.sh --environment geo3k; fovea import-config
-    qwen3-vl-2b-grpo-fsdp-geo3k.yaml runner.max_steps=750 --out mine.yaml. The whole table:
-    python -m fovea_tools.importer.docs verl.
+    qwen3-vl-2b-grpo-fsdp-geo3k.yaml runner.max_steps=750 --out mine.yaml. To see the whole table: python -m
+    fovea_tools.importer.docs verl.
     """
     with one_line_errors(debug=debug):
         given = read(words or [])
@@ -48,11 +50,13 @@ def import_config(
         if out is None:
             typer.echo(text, nl=False)
         elif out.exists():
-            raise ConfigError(f"{out}: there is such a file; give another --out")
+            raise ConfigError(f"{out}: the file exists already; give another --out")
         else:
             out.write_text(text, encoding="utf-8")
         lost = len(translation.left) + len(translation.unknown)
-        typer.echo(f"{len(translation.lines)} settings; {lost} left out, with reasons at the head", err=True)
+        typer.echo(
+            f"{len(translation.lines)} settings; {lost} left out, with reasons at the top of the recipe", err=True
+        )
 
 
 def _count_gpus() -> int:

@@ -1,4 +1,4 @@
-"""`fovea plan`: memory and time of a step on a machine. Torch is imported when it runs."""
+"""`fovea plan`: memory and time of a step on a machine. Torch is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command(context_settings={"ignore_unknown_options": True})
 def plan(
     words: Words = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Tell what a step needs in memory and time.
+    """Estimate the memory and time of a step.
 
-    Memory by part and GPU, and seconds by phase, for a recipe on a machine.
-    Reads the model's config.json and no weights. What does not fit ends with exit code 1, and says which setting to
-    change to what. Example: fovea plan geo3k plan.gpus=8 plan.gpu=h100 (docs/plan.md).
+    Prints memory by part and GPU, and seconds by phase, for a recipe on a machine. Reads the model's config.json and no
+    weights. If the step does not fit, the command suggests settings to change and ends with exit code 1. Example: fovea
+    plan geo3k plan.gpus=8 plan.gpu=h100 (docs/plan.md).
     """
     with one_line_errors(debug=debug):
         recipes, overrides = sort_words(words or [], command="plan")

@@ -1,4 +1,4 @@
-"""`fovea reproduce`: train by the settings of a published result, and compare. Torch is imported when it runs."""
+"""`fovea reproduce`: train with the settings of a published result, and compare. Torch is imported on use."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 def complete_result(incomplete: str) -> list[str]:
-    """The published results by name that a word may become."""
+    """Names of the published results that begin with this text."""
     return [name for name in published_results() if name.startswith(incomplete)]
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def reproduce(
     name: Annotated[
-        str | None, typer.Argument(help="A result that --list names.", autocompletion=complete_result)
+        str | None, typer.Argument(help="Name of a result, as --list prints it.", autocompletion=complete_result)
     ] = None,
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="RECIPE|KEY=VALUE", help="Recipes and settings that win over theirs.")
+        list[str] | None,
+        typer.Argument(metavar="RECIPE|KEY=VALUE", help="Recipes and settings that override the published ones."),
     ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the published results.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train by the settings of a published result, and compare.
+    """Train with the settings of a published result, and compare.
 
-    Fetches the rows or says how to get them, trains on all GPUs of this machine, evaluates, and writes one page: the
-    published figure, ours with its interval, the curves, and every setting that differs. Called again, it goes on.
-    Examples: fovea reproduce --list; fovea reproduce easyr1_geo3k_7b; fovea reproduce easyr1_geo3k_7b tiny max_steps=2,
-    to try it on a CPU.
+    Fetches the rows or explains how to get them, trains on all GPUs of this machine, evaluates, and writes a page with
+    the published figure, the new one with its interval, the curves, and every setting that differs. Called again, the
+    command continues from the newest checkpoint. Examples: fovea reproduce --list; fovea reproduce easyr1_geo3k_7b;
+    fovea reproduce easyr1_geo3k_7b tiny max_steps=2, to try it on a CPU.
     """
     with one_line_errors(debug=debug):
         if show_list:
             typer.echo("\n".join(map(_listed, published_results().values())))
             return
         if name is None:
-            raise ConfigError("no result named; write fovea reproduce NAME; `fovea reproduce --list` has the names")
+            raise ConfigError("no result named; write fovea reproduce NAME (`fovea reproduce --list` prints the names)")
         result = find_result(name)
         recipes, overrides = sort_words([*result.recipes, *(words or [])], command="reproduce")
         from fovea_tools.published.reproduce import check_memory, fetch_rows, prepare, train, write_page

@@ -1,4 +1,4 @@
-"""`fovea saliency`: where a picture matters for an answer. Torch is imported when it runs."""
+"""`fovea saliency`: show where a picture matters for an answer. Torch is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -28,31 +28,38 @@ def saliency(
         ),
     ],
     rows: Annotated[
-        str, typer.Option("--row", "--rows", metavar="ROWS", help="Rows of the split, from 0: 3, or 0-9, or 3,5,8.")
+        str,
+        typer.Option(
+            "--row", "--rows", metavar="ROWS", help="Rows of the split, counted from 0, such as 3, 0-9 or 3,5,8."
+        ),
     ] = "0",
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="RECIPE", autocompletion=complete_recipe, help="Rows; default: the run's."),
+        typer.Option(
+            metavar="RECIPE", autocompletion=complete_recipe, help="Recipe that names the rows; default: the run's."
+        ),
     ] = None,
     split: Annotated[Literal["test", "dev", "train"], typer.Option(help="Split of the rows.")] = "test",
     image: Annotated[int, typer.Option(min=1, help="Number of the picture in the prompt.")] = 1,
     patch_px: Annotated[
-        int | None, typer.Option(min=1, help="Side of a patch in pixels of the picture; default: a 16th of the longer.")
+        int | None, typer.Option(min=1, help="Side of a patch in pixels; default: 1/16 of the longer side.")
     ] = None,
-    answer: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer; default: the model's greedy one.")] = None,
+    answer: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Answer; default: the model's greedy answer.")
+    ] = None,
     recorded: Annotated[
         str | None,
         typer.Option(
             metavar="WHICH",
-            help="Answers that the run has recorded: an evaluation, such as test-before, or STEP:GROUP:ANSWER of a "
-            "sample of training, numbered from 1.",
+            help="Recorded answers of the run: an evaluation, such as test-before, or STEP:GROUP:ANSWER of a "
+            "training sample, numbered from 1.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="PNG to write, with a .json of its numbers; default: in the run's folder, where a page shows all.",
+            help="PNG to write, with a .json of its numbers; default: in the run's folder, with a page of all maps.",
         ),
     ] = None,
     trust: Trust = False,
@@ -61,15 +68,15 @@ def saliency(
 ) -> None:
     """Show where a picture matters for an answer.
 
-    Hides one patch of the picture at a time, and writes the picture lit where the answer becomes less likely.
-    The folder of a run gets a page of all its maps, saliency/index.html.
-    Examples: fovea saliency runs/shapes --rows 0-9; fovea saliency runs/shapes --recorded 50:1:3;
-    fovea saliency runs/boxes --row 7 --patch-px 4 --answer '[2,3,5,6]'.
+    Hides one patch of the picture at a time, and writes the picture with the patches lit whose loss makes the answer
+    less likely. The run's folder gets a page of all its maps, saliency/index.html. Examples: fovea saliency runs/shapes
+    --rows 0-9; fovea saliency runs/shapes --recorded 50:1:3; fovea saliency runs/boxes --row 7 --patch-px 4 --answer
+    '[2,3,5,6]'.
     """
     with one_line_errors(debug=debug):
         (target, *others), overrides = sort_words(words)
         if others:
-            raise ConfigError(f"{others[0]}: fovea saliency takes one model")
+            raise ConfigError(f"{others[0]}: fovea saliency takes only one model")
         from fovea_tools.saliency.occluder import Wanted, row_numbers, write_maps
 
         asked = {"answer": answer, "recorded": recorded}

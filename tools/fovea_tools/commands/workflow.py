@@ -1,4 +1,4 @@
-"""`fovea workflow NAME`: a published workflow of mixtrain. Torch is imported when it runs."""
+"""`fovea workflow NAME`: run a published workflow of mixtrain. Torch is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fovea.cli.texts import Debug, Trust, one_line_errors
 from fovea_tools.workflows.inputs import EvaluationInputs, TrainingInputs, read_inputs
 
 Source: TypeAlias = Annotated[
-    str, typer.Option("--input", metavar="FILE|JSON", help="Inputs as a JSON object, or a file that holds one.")
+    str, typer.Option("--input", metavar="FILE|JSON", help="Inputs as a JSON object, or a file that contains one.")
 ]
 
 app = typer.Typer(
@@ -23,11 +23,11 @@ app = typer.Typer(
 
 @app.command("vlm-rl-training")
 def vlm_rl_training(source: Source = "{}", trust: Trust = False, debug: Debug = False) -> None:
-    """Train by PPO, as vlm-rl-training does.
+    """Train with PPO, as vlm-rl-training does.
 
     Prints the outputs as JSON on stdout. Examples: fovea workflow vlm-rl-training --input '{"env_name": "geospot",
     "total_steps": 10000}'; fovea workflow vlm-rl-training --input '{"resume_checkpoint":
-    "runs/geospot/checkpoints/step-5000", "total_steps": 50000}' (docs/workflows.md has all inputs).
+    "runs/geospot/checkpoints/step-5000", "total_steps": 50000}' (docs/workflows.md lists all inputs).
     """
     with one_line_errors(debug=debug):
         _print_outputs("train", read_inputs(TrainingInputs, source), trust=trust)
@@ -39,7 +39,7 @@ def vlm_rl_eval(source: Source, trust: Trust = False, debug: Debug = False) -> N
 
     Prints the outputs as JSON on stdout. Example: fovea workflow vlm-rl-eval --input '{"env_name": "geospot",
     "trained_model": "runs/geospot", "baseline_model": "Qwen/Qwen2-VL-7B-Instruct", "num_episodes": 100}'
-    (docs/workflows.md has all inputs).
+    (docs/workflows.md lists all inputs).
     """
     with one_line_errors(debug=debug):
         _print_outputs("evaluate", read_inputs(EvaluationInputs, source), trust=trust)

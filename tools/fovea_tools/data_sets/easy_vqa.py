@@ -1,7 +1,7 @@
-"""easy-VQA as files, from the package `easy-vqa`: a coloured shape a picture, and ten questions about it.
+"""easy-VQA as files, from the package `easy-vqa`: each picture shows one coloured shape and has about ten questions.
 
-The package's test images are the test split, and a tenth of its training images the dev split: no held-out question is
-about a picture that was trained on. All pictures of the package differ (tests/tools/data_sets/test_easy_vqa.py).
+The package's test images become the test split, and a tenth of its training images the dev split, so no held-out
+question is about a training picture. All pictures of the package differ (tests/tools/data_sets/test_easy_vqa.py).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ try:
     import easy_vqa
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        "easy-VQA's pictures and questions are those of the package easy-vqa (3 MB), which is not installed; "
+        "easy-VQA's pictures and questions come from the package easy-vqa (3 MB), which is not installed; "
         f"{pip_install('talk')}"
     ) from error
 
 Contents: TypeAlias = tuple[str, str]
-"""Colour and shape of a picture."""
+"""Colour and shape in a picture."""
 QuestionType: TypeAlias = Literal["colour", "shape", "presence", "absence"]
 COLOURS = frozenset(("black", "blue", "brown", "gray", "green", "red", "teal", "yellow"))
 SHAPES = frozenset(("circle", "rectangle", "triangle"))
 _DEV_SHARE = 0.1
-"""Share of the training images that are held out, and of the training rows that the other splits have each."""
+"""Share of the training images that the dev split gets, and size of the dev and test splits relative to training."""
 _STREAMS = {"train": 0, "dev": 1, "test": 2, "images": 3}
 _TEXTS = ("problem", "answer", "question_type", "image_id")
 _SCHEMA = pa.schema([("images", pa.list_(IMAGE_TYPE)), *((name, pa.string()) for name in _TEXTS)])
@@ -42,7 +42,7 @@ _SCHEMA = pa.schema([("images", pa.list_(IMAGE_TYPE)), *((name, pa.string()) for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question of the package, word for word, and its one-word answer."""
+    """A question of the package, unchanged, and its one-word answer."""
 
     text: str
     answer: str
@@ -53,13 +53,13 @@ class EasyVqaPicture:
     """An image of 64x64 pixels with all of its questions."""
 
     id: str
-    """`train/17` or `test/17`, as the package numbers them."""
+    """`train/17` or `test/17`, with the package's number."""
     file: Path
     questions: tuple[Question, ...]
 
     @property
     def contents(self) -> Contents | None:
-        """Colour and shape, as far as the questions that are not answered by yes or no tell both; else None."""
+        """Colour and shape, if the answers other than yes and no tell both; else None."""
         words = [word for each in self.questions if _is_open(each) for word in _words(f"{each.text} {each.answer}")]
         colour = next((word for word in words if word in COLOURS), None)
         shape = next((word for word in words if word in SHAPES), None)
@@ -67,9 +67,9 @@ class EasyVqaPicture:
 
 
 def write_easy_vqa(folder: Path, *, num_rows: int, seed: int) -> Iterator[Path]:
-    """Write `train.parquet`, `dev.parquet` and `test.parquet`, equal for equal arguments; yields each when finished.
+    """Write `train.parquet`, `dev.parquet` and `test.parquet`, equal for equal arguments; yield each when finished.
 
-    At most `num_rows` training rows, and a tenth as many dev and test rows, in random order.
+    There are at most `num_rows` training rows, and a tenth as many dev and test rows, in random order.
     """
     sizes = {"train": num_rows, "dev": _tenth(num_rows), "test": _tenth(num_rows)}
     for split, pictures in split_pictures(seed).items():
@@ -79,7 +79,7 @@ def write_easy_vqa(folder: Path, *, num_rows: int, seed: int) -> Iterator[Path]:
 
 
 def split_pictures(seed: int) -> Mapping[Split, Sequence[EasyVqaPicture]]:
-    """The pictures of each split; dev pictures are drawn from the training ones by `seed`."""
+    """The pictures of each split; `seed` decides which training pictures are in the dev split."""
     test = _pictures("test", easy_vqa.get_test_image_paths(), easy_vqa.get_test_questions())
     given = _pictures("train", easy_vqa.get_train_image_paths(), easy_vqa.get_train_questions())
     order = np.random.default_rng([seed, _STREAMS["images"]]).permutation(len(given))
@@ -88,7 +88,7 @@ def split_pictures(seed: int) -> Mapping[Split, Sequence[EasyVqaPicture]]:
 
 
 def question_type(question: Question) -> QuestionType:
-    """Type of a question; `absence` if a yes means that something is not there."""
+    """The type of a question; `absence` if yes means that something is not there."""
     words = _words(question.text)
     if _is_open(question):
         return "colour" if "color" in words else "shape"
@@ -98,7 +98,7 @@ def question_type(question: Question) -> QuestionType:
 def _pictures(
     part: str, files: Mapping[int, str], questions: tuple[Sequence[str], Sequence[str], Sequence[int]]
 ) -> list[EasyVqaPicture]:
-    """The pictures of a part of the package that have questions, by number."""
+    """The pictures of one part of the package that have questions, in order of their numbers."""
     asked: dict[int, list[Question]] = {}
     for text, answer, number in zip(*questions, strict=True):
         asked.setdefault(number, []).append(Question(text=text, answer=answer))

@@ -1,11 +1,11 @@
-"""Marks on a map of Europe: a city of each of 26 countries, with its region.
+"""Maps of Europe with a mark at one of 26 cities, each in another country, with its region.
 
-The maps of `maps.py` are centred near the mark, so that only the shape of coasts and borders says where it is. Here
-the place of the mark on the picture says it, which a tiny model learns in minutes. Train, validation and test files
-share the cities, but no drawing, pixel for pixel: the mark moves by a pixel, and tints and noise differ. Where the map
-moves from picture to picture, the place of the mark on the land says it. With places held out, marks are at any city of
-these countries, a tenth of which only the test file has; country and coordinates are asked, since nobody can name a
-place that he has not met.
+The maps of `maps.py` are centred near the mark, so only the shape of coasts and borders shows where it is. Here the
+position of the mark in the picture shows it, which a tiny model learns in minutes. Train, validation and test files
+have the same cities but no identical drawing: the mark moves by up to a pixel, and tints and noise differ. With
+`move_degrees` the map moves from picture to picture, and the position of the mark on the land shows where it is. With
+`hold_out_places` the marks are at any city of these countries, and a tenth of these cities are only in the test file;
+the model then answers with country and coordinates, since nobody can name an unseen place.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ REGIONS = {
     2464470: "Tunis",
     792680: "Belgrade",
 }
-"""The region of each city, by GeoNames' id; marks are 4 pixels apart on a map of 64."""
+"""The region of each city, by GeoNames' id; on a map of 64 pixels the marks are at least 4 pixels apart."""
 
 
 def europe_cities() -> list[MapCity]:
-    """The cities, in the order of their ids."""
+    """The cities, in order of their ids."""
     cities = [replace(city, region=REGIONS[city.id]) for city in map_cities() if city.id in REGIONS]
     return sorted(cities, key=lambda city: city.id)
 
 
 def held_out_cities(view: MapView) -> dict[str, list[MapCity]]:
-    """By split, cities of the same countries without their names, some of each; those of the test are in no other."""
+    """By split, unnamed cities of the same countries, a few of each; those of the test split are in no other."""
     by_country: dict[str, dict[LatLon, MapCity]] = {city.country: {} for city in europe_cities()}
     for city in map_cities():
         if city.country in by_country and view.shows(city.at):
@@ -107,18 +107,18 @@ def write_europe(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
-    """The part of the world on the maps, whose middle moves by up to `move_degrees` north or south, east or west."""
+    """The part of the world on the maps; its centre shifts by up to `move_degrees` in latitude and in longitude."""
 
     side_px: int
     move_degrees: float
 
     def at(self, north: float, east: float) -> MapView:
-        """The view whose middle has moved by so many degrees."""
+        """The view whose centre is shifted by this many degrees."""
         middle = LatLon(_CENTRE.lat + north, _CENTRE.lon + east)
         return MapView(middle, self.side_px, _WIDTH_DEGREES, (0.0, 0.0))
 
     def view(self, city: MapCity, rng: np.random.Generator) -> MapView:
-        """A view that shows a city."""
+        """A random view that shows the city."""
         if not self.move_degrees:
             return self.at(0, 0)
         while True:

@@ -1,6 +1,6 @@
-"""Geometry3K as files, from the Hugging Face hub or from a copy: one file a split, `problem`, `images`, `answer`.
+"""Geometry3K as files, from the Hugging Face hub or a copy: one file per split, with `problem`, `images`, `answer`.
 
-A few rows are in memory at a time. Questions, answers and the bytes of the diagrams stay as they are.
+Only a few rows are in memory at a time. Questions, answers and the bytes of the diagrams stay unchanged.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _SCHEMA = pa.schema([("images", pa.list_(IMAGE_TYPE)), ("problem", pa.string()),
 
 
 def write_geo3k(folder: Path, *, source: str, splits: Sequence[str] = SPLITS) -> Iterator[Path]:
-    """Write one `SPLIT.parquet` for each split, and yield each as it is finished. `source` is a hub id or a folder."""
+    """Write one `SPLIT.parquet` per split, and yield each when it is finished. `source` is a hub id or a folder."""
     opened = {split: _opened(source, split) for split in dict.fromkeys(splits)}
     for split, rows in opened.items():
         yield write_rows(folder / f"{split}.parquet", _SCHEMA, _cells(rows), _ROWS_PER_GROUP)
 
 
 def _opened(source: str, split: str) -> Rows:
-    one_group = GroupCache(max_bytes=0)  # rows are read once, in order
+    one_group = GroupCache(max_bytes=0)  # each row is read once, in order
     rows = open_rows([_name(source, split)], setting=_SETTING, access=RowAccess(cache=one_group))
     missing = [column for column in _COLUMNS if column not in rows.columns]
     if missing:
         raise DataError(
-            f"{_SETTING}: {source} has no column {listed(missing)}; its columns are {listed(rows.columns)}; files in "
-            "another layout need not be written anew: name them in environment.train_files"
+            f"{_SETTING}: {source} has no column {listed(missing)}; its columns are {listed(rows.columns)}; to train "
+            "on files of another layout, name them in environment.train_files"
         )
     return rows
 
 
 def _name(source: str, split: str) -> str:
-    """The name of a split for `open_rows`: a pattern of Parquet files in a folder, else a data set's name."""
+    """The name of a split for `open_rows`: a pattern of Parquet files in a folder, else a data set with its split."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
         return f"{source}@{split}"
@@ -54,11 +54,11 @@ def _name(source: str, split: str) -> str:
     if pattern is not None:
         return str(folder / pattern)
     if any(folder.rglob("*.parquet")):
-        # left to guess, a reader takes any file with a split's name in its own for a part of that split
+        # without this check, a reader would take any file with the split's name in its own name for a part of the split
         there = [one for one in SPLITS if any(any(folder.glob(each.format(one))) for each in _PATTERNS)]
         raise DataError(
-            f"{_SETTING}: {source} holds no {' or '.join(each.format(split) for each in _PATTERNS)}; put it there, or "
-            f"name the splits that it holds: {' '.join(f'--split {one}' for one in there) or 'none'}"
+            f"{_SETTING}: {source} has no {' or '.join(each.format(split) for each in _PATTERNS)}; put it there, or "
+            f"name the splits that it has: {' '.join(f'--split {one}' for one in there) or 'none'}"
         )
     return f"{source}@{split}"
 
@@ -70,7 +70,7 @@ def _cells(rows: Rows) -> Iterator[dict[str, object]]:
         yield {
             "images": [image_cell(_encoded(ref)) for ref in refs],
             "problem": row["problem"],
-            "answer": None if row["answer"] is None else str(row["answer"]),  # a bad row stays one
+            "answer": None if row["answer"] is None else str(row["answer"]),  # a bad row stays a bad row
         }
 
 
@@ -80,5 +80,5 @@ def _encoded(ref: ImageRef) -> bytes:
     if isinstance(ref.source, str) and Path(ref.source).is_file():
         return Path(ref.source).read_bytes()
     raise DataError(
-        f"{ref.where}: is not an encoded image and no file on this machine; put the image's bytes into the row"
+        f"{ref.where}: neither an encoded image nor a file on this machine; put the image's bytes into the row"
     )

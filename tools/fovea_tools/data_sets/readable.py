@@ -1,10 +1,10 @@
 """Readable geometry: small drawn diagrams whose numbers a tiny vision tower can read, in Geometry3K's layout.
 
-The question's text is the same for all rows of a kind, so that the numbers are in the picture only. A label stands in
-the middle of a visual token (16 px: 2 x 2 patches of 8 px) and stays there; lines shake by 2 px and have any colour.
-No drawing is in two files, pixel for pixel. About a fifth of the problems of each kind are in the test file only, where
-the kind of their rows ends with `UNSEEN`: numbers, or pairs of numbers, that no training row has asked. No problem
-carries, so that an unseen one can be answered digit by digit.
+The text of the question is the same for all rows of a kind, so the numbers are only in the picture. A label is at a
+fixed place, in the centre of a visual token (16 px: 2 x 2 patches of 8 px); lines are jittered by up to 2 px and have a
+random colour. No two rows of any files have the same drawing. About a fifth of the problems of each kind (numbers, or
+pairs of numbers) are only in the test file; the kind of their rows ends with `UNSEEN`. No problem needs a carry, so
+that an unseen one can be answered digit by digit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Point: TypeAlias = tuple[int, int]
 _Path: TypeAlias = tuple[_Point, ...]
 UNSEEN = " unseen"
 _SIDE_PX = 48
-_LOW, _MIDDLE, _HIGH = 8, 24, 40  # the middles of 3 x 3 visual tokens
+_LOW, _MIDDLE, _HIGH = 8, 24, 40  # the centres of 3 x 3 visual tokens
 _FONT_PX = 13  # two digits fill a visual token
 _SHAKE_PX = 2
 _UNSEEN_SHARE = 0.5
@@ -38,7 +38,7 @@ _SCHEMA = pa.schema(
 
 
 class _Drawing:
-    """A white square with lines of one colour and black labels."""
+    """A white square with lines in one colour and black labels."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -48,7 +48,7 @@ class _Drawing:
         self._colour = (red, green, blue)
 
     def path(self, points: _Path) -> None:
-        """Draw lines from point to point, each moved a little; closed if the path ends where it begins."""
+        """Draw lines from point to point, each point jittered; the path is closed if it ends where it begins."""
         moved = {(x, y): (x + self._shake(), y + self._shake()) for x, y in dict.fromkeys(points)}
         self._pen.line([moved[point] for point in points], fill=self._colour)
 
@@ -72,7 +72,7 @@ class _Kind:
     answer: Callable[..., int]
     paths: tuple[_Path, ...]
     labels: tuple[_Point, ...]
-    """Places of the numbers, and of the x."""
+    """Positions of the numbers, and of the x."""
 
 
 _TRIANGLE: _Path = ((2, 46), (46, 46), (24, 2), (2, 46))
@@ -120,7 +120,7 @@ KINDS = {
 
 
 def is_unseen(numbers: tuple[int, ...]) -> bool:
-    """True for a problem that only the test file asks; each of its digits, and pairs of them, are in others too."""
+    """True if only the test file has a problem; its digits, and pairs of them, occur in other problems too."""
     digits = "".join(map(str, numbers))
     return sum(place * int(digit) for place, digit in enumerate(digits, 1)) % 5 == 0
 
@@ -131,7 +131,7 @@ def write_readable(folder: Path, *, num_rows: int, seed: int) -> Iterator[Path]:
 
 
 def _draw(split: str, index: int, rng: np.random.Generator) -> tuple[bytes, dict[str, object]]:
-    """A row, whose kind has its turn, and the bytes of its picture."""
+    """The bytes of a row's picture, and the row; the kinds take turns."""
     name = tuple(KINDS)[index % len(KINDS)]
     kind, asks_unseen = KINDS[name], split == "test" and rng.random() < _UNSEEN_SHARE
     asked = [numbers for numbers in kind.problems if is_unseen(numbers) == asks_unseen]

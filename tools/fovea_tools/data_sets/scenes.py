@@ -1,4 +1,4 @@
-"""The rendered data sets: two files of rows, each a function of (seed, split, index), and a scene as a cell."""
+"""Rendered data sets: writers of files, in which `seed`, split and index determine each row, and cells with scenes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fovea_gym.environments.shapes.scenes import COLOURS, SHAPES, Thing, draw
 from fovea_gym.rows.writing import IMAGE_TYPE, png_cell, write_rows
 
 SHARES = {"train": 1.0, "validation": 1 / 20, "test": 1 / 10}
-"""Rows of the files of a data set, as shares of the training rows; at least one in each."""
+"""Number of rows of each file relative to the training rows; each file has at least one row."""
 
 
 def write_rendered(
@@ -27,7 +27,7 @@ def write_rendered(
     num_rows: int,
     seed: int,
 ) -> list[Path]:
-    """Write `num_rows` training rows and a tenth as many test rows, made by `row(index, rng)`; returns the files."""
+    """Write `num_rows` training rows and a tenth as many test rows, each from `row(index, rng)`; return the files."""
 
     def rows(stream: int, size: int) -> Iterator[Mapping[str, object]]:
         return (row(index, np.random.default_rng([seed, stream, index])) for index in range(size))
@@ -49,7 +49,8 @@ def write_sampled(
 ) -> Iterator[Path]:
     """Write train, validation (a twentieth) and test (a tenth) files, equal for equal arguments; yield each.
 
-    `draw` makes a row of a split by its index, and the bytes of its drawing, which no two rows share.
+    `draw` returns the bytes of a drawing and its row, for a split and an index; a drawing that another row has is drawn
+    again.
     """
     drawn: set[bytes] = set()
 
@@ -68,7 +69,7 @@ def write_sampled(
 
 
 def scene_cell(things: Sequence[Thing], side_px: int, rng: np.random.Generator) -> dict[str, object]:
-    """A picture of the things, on a grid or anywhere, without noise, which PNG cannot compress."""
+    """A picture of the things, on a grid or at random places, without noise, since PNG cannot compress noise."""
     canvas_YXC = draw(things, side_px, rng, free=bool(rng.integers(2)))
     return png_cell(np.clip(canvas_YXC, 0, 255).astype(np.uint8))
 
@@ -83,7 +84,7 @@ FORMS = (
     "On a dark background I see {things}.",
     "What can be seen here is {things}.",
 )
-"""The forms of a caption; row i has the first 1 + i % 5 of them."""
+"""Sentence patterns of captions; row i uses the first 1 + i % 5 of them."""
 _NUMBERS = ("no", "a", "two", "three", "four")
 _CAPTIONS_SCHEMA = pa.schema([_PICTURES, ("problem", pa.string()), ("answer", pa.list_(pa.string()))])
 
@@ -104,7 +105,7 @@ def captions(things: Sequence[Thing], num_captions: int, rng: np.random.Generato
 
 
 def _row(side_px: int, index: int, rng: np.random.Generator) -> dict[str, object]:
-    # a few kinds of things, so that some are seen twice
+    # few kinds of things, so that some occur twice
     kinds = [_thing(rng) for _ in range(2 + index % 2)]
     things = [kinds[int(rng.integers(len(kinds)))] for _ in range(rng.integers(1, MAX_THINGS + 1))]
     return {

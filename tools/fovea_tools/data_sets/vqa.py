@@ -1,7 +1,8 @@
-"""Rendered scenes with questions of several types, for the environment `vqa`; the types take turns.
+"""Rendered scenes with questions of several types, which take turns, for the environment `vqa`.
 
-Two layouts: five types, where half of the rows on a count or an attribute have the answers of several annotators as
-well (`environment.answers_key`); and the three types and the columns of the published workflow vlm-rl-training.
+There are two layouts. The first has five types; half of its rows on a count or an attribute also have the answers of
+several annotators (`environment.answers_key`). The second has the three types and the columns of the published workflow
+vlm-rl-training.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _OTHER_WORDS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The things that a question is about: of a shape, of a colour, or of both."""
+    """The things that a question is about: those of a shape, of a colour, or of both."""
 
     shape: Shape | None
     colour: Colour | None
@@ -55,12 +56,12 @@ class _Wanted:
 
 
 def ask(kind: QuestionType, turn: int, rng: np.random.Generator) -> Scene:
-    """A question with the answer of this turn, and a scene that has it."""
+    """A scene with a question of this type; `turn` decides the answer."""
     return _MAKERS[kind](turn, rng)
 
 
 def annotators(answer: str, rng: np.random.Generator) -> list[str]:
-    """The answers of ten people: at least seven give the true answer, the others one near it."""
+    """The answers of ten people: at least seven give the true answer, the others a similar one."""
     near = _OTHER_WORDS.get(answer) or (str(int(answer) + 1), str(max(int(answer) - 1, 0)))
     num_dissenters = int(rng.integers(_MAX_DISSENTERS + 1))
     said = [answer] * (NUM_ANNOTATORS - num_dissenters) + [_pick(near, rng) for _ in range(num_dissenters)]
@@ -90,7 +91,7 @@ def _colour(colour: Colour, num_others: int, rng: np.random.Generator) -> Scene:
 
 
 def _existence(turn: int, rng: np.random.Generator) -> Scene:
-    """A question whether there is a thing; scenes have equally many things for yes and for no."""
+    """A question about whether a thing exists; scenes have the same number of things for yes and for no."""
     exists, wanted, num_things = turn % 2 == 0, _wanted(rng), int(rng.integers(1, 5))
     asked, others = _draw(wanted.fits, int(exists), rng), _draw(_not(wanted), num_things - exists, rng)
     return Scene(f"Is there a {wanted.name}?", "yes" if exists else "no", asked + others)
@@ -188,7 +189,7 @@ def write_vqa(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> 
 
 
 def write_visual_qa(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> list[Path]:
-    """Write the same two files with the three types and the columns of the published workflow, and return them."""
+    """Write the same two files, with the types and columns of the published workflow, and return them."""
     row = partial(_published_row, image_side_px)
     return write_rendered(folder, _PUBLISHED_SCHEMA, row, num_rows=num_rows, seed=seed)
 

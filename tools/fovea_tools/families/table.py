@@ -1,4 +1,4 @@
-"""`fovea doctor --families`: the table of tested model types, docs/models.md, from tiny models made on the spot."""
+"""`fovea doctor --families`: checks tiny models and prints the table of tested model types, docs/models.md."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COLUMNS = (
     *("export reloads", "vLLM", "SGLang", "Megatron"),
 )
 TOLERANCE = 2e-5
-"""Of log-probs in float32, and of gradients relative to the norm of all."""
+"""Largest difference of log-probs in float32, and of gradients relative to the norm of all gradients."""
 ABOUT = (
     "`fovea doctor --families > docs/models.md` writes this page: it makes a tiny model with random weights per type "
     "and checks it on a CPU. Path `fast`: packed rows with shared prompts, and the embedded engine; `plain`: "
@@ -57,11 +57,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestedType:
-    """A row of the table."""
+    """A model type's row of the table."""
 
     model_type: str
     cells: tuple[str, ...]
-    """By `COLUMNS`; `no: ...` with the reason where a check failed."""
+    """Cells in the order of `COLUMNS`; `no: ...` with the reason if a check failed."""
 
     @property
     def passed(self) -> bool:
@@ -69,12 +69,12 @@ class TestedType:
 
 
 def model_types() -> tuple[str, ...]:
-    """The `model_type`s that tiny models are made of."""
+    """All `model_type`s of which a tiny model can be made."""
     return (*CLASS_NAME, *KINDS)
 
 
 def check_types(types: Sequence[str], say: Say) -> Iterator[TestedType]:
-    """Check each type; `say` gets a line for each."""
+    """Check each type, after a line to `say`."""
     for model_type in types:
         say(f"checking {model_type}")
         with TemporaryDirectory(prefix="fovea-families-") as folder:
@@ -82,7 +82,7 @@ def check_types(types: Sequence[str], say: Say) -> Iterator[TestedType]:
 
 
 def as_page(rows: Sequence[TestedType]) -> str:
-    """docs/models.md."""
+    """The text of docs/models.md."""
     lines = [
         "# Tested model types",
         "",
@@ -96,11 +96,9 @@ def as_page(rows: Sequence[TestedType]) -> str:
 
 
 def print_families(types: Sequence[str] | None) -> None:
-    """Check tiny models of these types, by default of all, and print docs/models.md; ConfigError for an unknown one."""
+    """Check tiny models of these types, or of all, and print docs/models.md; ConfigError for an unknown type."""
     if unknown := set(types or ()) - set(model_types()):
-        raise ConfigError(
-            f"--families {min(unknown)}: not a tested model type; name some of {', '.join(model_types())}"
-        )
+        raise ConfigError(f"--families {min(unknown)}: not a tested model type; choose from {', '.join(model_types())}")
     rows = list(check_types(types or model_types(), lambda line: print(line, file=sys.stderr, flush=True)))
     print(as_page(rows), end="")
 
@@ -124,7 +122,7 @@ def _path(settings: Model) -> str:
 
 
 def _outcome(check: Callable[[], str | None]) -> str:
-    """Run a check, which returns the reason of a failure."""
+    """Run a check, which returns the reason if it fails, and return the cell."""
     try:
         reason = check()
     except FoveaError as error:
@@ -142,7 +140,7 @@ def _save(model_type: str, folder: Path) -> Model:
 
 
 def _check_of(settings: Model) -> tuple[StartCheck, Any, Any]:
-    """The check, the trainer's network, and transformers'."""
+    """The check, the trainer's network, and transformers' network."""
     processor, ours, theirs = load_processor(settings), load_network(settings), load_network(settings)
     config = Config.model_validate({"model": settings.model_dump()})
     opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)
@@ -157,7 +155,7 @@ def _check_of(settings: Model) -> tuple[StartCheck, Any, Any]:
 
 
 def _processor_of(processor: Processor, config: Any, path: str) -> HubProcessor:
-    """transformers' processor of a model; that of the family where there is one which needs fewer packages."""
+    """transformers' processor of a model, or the family's one, which needs fewer packages, if there is one."""
     if isinstance(processor.image_processor, HubProcessor):
         return processor.image_processor
     return load_hub_processor(processor_class(config, path), path, "main")
@@ -198,7 +196,7 @@ def _gradients(settings: Model) -> str | None:
 
 
 class Letters:
-    """Rewards the share of one letter in the answer, which random weights already write now and then."""
+    """Rewards the share of one letter in the answer, which a model with random weights writes now and then."""
 
     max_turns = 1
 
@@ -244,5 +242,5 @@ def _reward(settings: Model, folder: Path) -> str | None:
 
 
 def _export(folder: Path) -> None:
-    """Export the run, which reloads the folder and compares it with the checkpoint."""
+    """Export the run; the export reloads its folder and compares it with the checkpoint."""
     export(folder / "run", folder / "out", trust=True)

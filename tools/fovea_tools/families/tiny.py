@@ -1,6 +1,6 @@
-"""Tiny models of transformers' classes with random weights, one folder each as the hub has it, by model type.
+"""Tiny models of transformers' classes with random weights, each in a folder as on the hub, by model type.
 
-Nothing is downloaded: a byte-level tokenizer has the marks that the type's processor looks for.
+Nothing is downloaded: the tokenizer is a byte-level one with the special tokens that the type's processor looks for.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ FULL = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A tiny model of one type."""
+    """Settings of a tiny model of one type."""
 
     image_processor: str
-    """Class name without its ending."""
+    """Class name, without a suffix such as Fast."""
     image: Mapping[str, Any]
     """Settings of the image processor."""
     processor: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the processor."""
     marks: Mapping[str, str]
-    """Special tokens by the names that the processor gives them in a tokenizer; `image_token` is the visual token."""
+    """Special tokens by their names in the tokenizer; `image_token` is the visual token."""
     written: str | None = None
-    """Text of an image in the chat template; default: the visual token."""
+    """Text for an image in the chat template; default: the visual token."""
     others: tuple[str, ...] = ()
     """Further special tokens."""
     text: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Kind:
 
 
 def llava(**changes: Any) -> Kind:
-    """A tower, two linear layers and a decoder, as in LLaVA."""
+    """A model of a tower, two linear layers and a decoder, as LLaVA."""
     shared: dict[str, Any] = {
         "image_processor": "CLIPImageProcessor",
         "image": {"size": {"shortest_edge": SIDE_PX}, "crop_size": SQUARE},
@@ -92,14 +92,14 @@ GLM_VISION = {
 
 
 def glm(**changes: Any) -> Kind:
-    """A tower on images of any size and M-RoPE, as in GLM-4.1V."""
+    """A model with M-RoPE and a tower for images of any size, as GLM-4.1V."""
     shared: dict[str, Any] = {
         "image_processor": "Glm4vImageProcessor",
         "image": {"patch_size": PATCH_PX, "size": {"shortest_edge": 32 * 32, "longest_edge": 2 * 128 * 128}},
         "marks": {"image_token": "<|image|>", "video_token": "<|video|>"},
         "others": ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
         "written": "<|begin_of_image|><|image|><|end_of_image|>",
-        # transformers has these biases always, vLLM where the config says so
+        # transformers always has these biases, vLLM only if the config says so
         "text": {"model_type": "glm4v_text", "rope_parameters": MROPE, "attention_bias": True},
         "vision": GLM_VISION,
         "config": {
@@ -114,7 +114,7 @@ def glm(**changes: Any) -> Kind:
 
 
 def idefics(**changes: Any) -> Kind:
-    """A tower on tiles, whose places the prompt writes, and a pixel shuffle, as in Idefics 3."""
+    """A model with a pixel shuffle and a tower for tiles, whose positions are in the prompt, as Idefics 3."""
     shared: dict[str, Any] = {
         "image_processor": "Idefics3ImageProcessor",
         "image": {"size": {"longest_edge": 2 * SIDE_PX}, "max_image_size": {"longest_edge": SIDE_PX}},
@@ -133,7 +133,7 @@ def idefics(**changes: Any) -> Kind:
 
 
 def pixtral(**changes: Any) -> Kind:
-    """A tower on images of any size, whose rows the prompt writes, as in Pixtral."""
+    """A model with a tower for images of any size, whose rows are marked in the prompt, as Pixtral."""
     shared: dict[str, Any] = {
         "image_processor": "PixtralImageProcessor",
         "image": {"size": {"longest_edge": 64}, "patch_size": {"height": PATCH_PX, "width": PATCH_PX}},
@@ -273,11 +273,11 @@ KINDS: dict[str, Kind] = {
         text={"model_type": "qwen3"},
     ),
 }
-"""Recipes of tiny models beside the Qwen-VLs of `model.tiny`, by model type."""
+"""Settings of tiny models by model type, in addition to the Qwen-VLs of `model.tiny`."""
 
 
 def save_tiny_kind(model_type: str, folder: Path, corpus: Iterable[str] = (), seed: int = 0) -> Path:
-    """Write the folder of a tiny model of this type."""
+    """Write the folder of a tiny model of this type, and return it."""
     kind = KINDS[model_type]
     tokenizer = _tokenizer(kind, corpus)
     folder.mkdir(parents=True, exist_ok=True)
@@ -323,7 +323,7 @@ def _network(model_type: str, kind: Kind, tokenizer: PreTrainedTokenizerFast, se
         network: Any = AutoModelForImageTextToText.from_config(config).float()
         for weight in network.parameters():
             if weight.ndim > 1 and not weight.any():
-                # Gemma 3's projector begins at zero, and would hide the picture
+                # Gemma 3's projector is initialised to zero, which would hide the picture
                 torch.nn.init.normal_(weight, std=0.1)
         for name, buffer in network.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -1,6 +1,6 @@
-"""Pages for users of other systems, made from importer/elsewhere.yaml.
+"""Pages for users of other systems, generated from importer/elsewhere.yaml.
 
-`python -m fovea_tools.importer.docs verl` prints one.
+`python -m fovea_tools.importer.docs verl` prints the page for verl.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ HEAD = """\
 
 {about}
 
-The version read is {seen}.
-An unknown key in a recipe or on the command line is answered from the same table. This page is generated from
+This page describes {seen}.
+Error messages about unknown keys in a recipe or on the command line use the same table. This page is generated from
 `tools/fovea_tools/importer/elsewhere.yaml`; `python -m fovea_tools.importer.docs {name}` prints it.
 """
 IMPORT = {
@@ -27,37 +27,37 @@ IMPORT = {
 ## A command line becomes a recipe
 
 ```bash
-# needs a script of yours
+# needs your own script
 fovea import-config run_qwen2_5_vl-7b.sh --environment geo3k --out mine.yaml
-fovea import-config run.sh actor_rollout_ref.rollout.n=8 --environment vqa   # settings behind the file win
+fovea import-config run.sh actor_rollout_ref.rollout.n=8 --environment vqa   # settings after the file win
 ```
 
-It reads scripts, YAML files (also several, later ones win) and bare `key=value` words. A script is read, not run:
-quotes, arrays, `$NAME`, `${1:-vllm}` and `$((2 * 1024))` are filled in, and where a value takes more than that, the
-command asks for it. Settings that change what is learned are written out at verl's defaults where the command leaves
-them out. Behind each line of the recipe stands what it comes from; at its head what has no counterpart, with the
-reason, and what is unknown. Nothing is guessed, and settings that contradict each other are an error.
-`--environment` names the environment of the rows; with geo3k the reward is that of verl's own grader.
+It reads scripts, YAML files (of several, the later ones win) and bare `key=value` words. A script is read, not run:
+quotes, arrays, `$NAME`, `${1:-vllm}` and `$((2 * 1024))` are expanded, and the command asks for any value that needs
+more than that. Settings that affect learning are written with verl's defaults if you leave them out. A comment after
+each line of the recipe gives its source. The head of the recipe lists settings without a counterpart, each with the
+reason, and unknown ones. Nothing is guessed, and settings that contradict each other are an error.
+`--environment` names the environment of the rows; with geo3k the reward is the same as from verl's grader.
 """,
     "rlinf": """\
 ## A YAML becomes a recipe
 
 ```bash
-# needs a file of yours
+# needs your own file
 fovea import-config qwen3-vl-2b-grpo-fsdp-geo3k.yaml runner.max_steps=750 --out mine.yaml
 ```
 
 References such as `${subtract:${runner.seq_length}, ${data.max_prompt_length}}` are resolved. A share of all steps, as
-in `lr_warmup_fraction`, needs their number, which RLinf counts from the rows: name it, as above. Behind each line of
-the recipe stands what it comes from; at its head what has no counterpart, with the reason, and what is unknown. Nothing
-is guessed, and settings that contradict each other are an error.
+in `lr_warmup_fraction`, needs the number of steps, which RLinf counts from the rows: set it, as above. A comment after
+each line of the recipe gives its source. The head of the recipe lists settings without a counterpart, each with the
+reason, and unknown ones. Nothing is guessed, and settings that contradict each other are an error.
 """,
 }
-NEEDLESS = "## What needs no setting here\n"
+NEEDLESS = "## Settings that are not needed here\n"
 
 
 def page(system: System) -> str:
-    """The Markdown text of the page of a system."""
+    """The page of a system, as Markdown."""
     name, title = system.name, system.title
     about = textwrap.fill(system.about, 118, break_long_words=False, break_on_hyphens=False)
     parts = [HEAD.format(name=name, title=title, about=about, seen=system.seen)]
@@ -95,7 +95,7 @@ def _setting(setting: Counterpart) -> tuple[str, str, str]:
 
 
 def _needless(settings: Iterable[Counterpart]) -> Iterator[str]:
-    """Lines of the settings with which nothing is lost, by reason."""
+    """A line for each reason, with the settings whose loss changes nothing."""
     keys: dict[str, list[str]] = {}
     for setting in settings:
         if setting.harmless == "any":

@@ -1,4 +1,4 @@
-"""Settings, commands and metrics of other systems, and what they are here; elsewhere.yaml has them all."""
+"""Settings, commands and metrics of other systems with their counterparts here, as listed in elsewhere.yaml."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from fovea.config.recipes import read_yaml
 
 FILE = Path(__file__).with_suffix(".yaml")
 BELOW = ".*"
-"""The end of a key that stands for all keys below it."""
+"""Suffix of a key that stands for all keys below it."""
 GENERIC_NAMES = frozenset({"device", "enable", "len", "metric", "mode", "name", "path", "strategy", "tool", "type"})
-"""Last names that say nothing by themselves of what is meant."""
+"""Last names of keys that are too general to show which setting is meant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterpart:
-    """One setting of another system: the keys that it sets here, or why there is none."""
+    """One setting of another system: the keys that it sets here, or the reason why it has none."""
 
     theirs: str
-    """Its key; behind `.*` all keys below."""
+    """Its key; with the suffix `.*`, all keys below it."""
     ours: tuple[str, ...] = ()
-    """The keys here: all of them get its value, but behind a rule they are those that the rule may set."""
+    """The keys here: each of them gets its value, or, if there is a rule, may be set by the rule."""
     has_default: bool = False
     default: Any = None
-    """Its value where it is left out, if `has_default`."""
+    """Its value if it is not set; only with `has_default`."""
     values: Mapping[Any, Any] | None = None
-    """Its values, and ours for each; others have no counterpart."""
+    """Its values, and our value for each; other values have no counterpart."""
     special: Mapping[Any, Any] | None = None
-    """Values that are others here; the rest are the same."""
+    """Values that differ here, and ours for each; other values are the same."""
     type: str = ""
-    """Type of value that is read, such as `text or null`; empty for any, checked later."""
+    """Type that its value must have, such as `text or null`; empty for any type, which is checked later."""
     when: Mapping[str, Any] = field(default_factory=dict)
-    """Another of its keys, and the value with which this one has an effect; empty: always."""
+    """Another of the system's keys, and the value with which this one takes effect; empty: always."""
     rule: str = ""
-    """Name of the function of the importer that reads it with others, or changes its unit."""
+    """Name of the importer's function that reads it together with others, or converts its unit."""
     none: str = ""
     """Reason why it has no counterpart."""
     harmless: tuple[Any, ...] | Literal["any"] = ()
-    """Values with which nothing is lost by having no counterpart."""
+    """Values without a counterpart whose loss changes nothing."""
     note: str = ""
-    """Difference between the two, in words."""
+    """Description of the difference between the two settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A command or a metric of another system, and ours."""
+    """A command or a metric of another system, and its counterpart here."""
 
     theirs: str
     ours: str
@@ -57,14 +57,14 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """Another system, as far as its users need it."""
+    """Another system: its settings, commands and metrics that its users may look for."""
 
     name: str
     title: str
     about: str
-    """The largest differences, in a paragraph."""
+    """One paragraph on the largest differences."""
     seen: str
-    """The version that was read."""
+    """The version that the table describes."""
     commands: tuple[Pair, ...]
     chapters: Mapping[str, tuple[Counterpart, ...]]
     """Its settings, by subject."""
@@ -77,7 +77,7 @@ class System:
         return self.by_key.values()
 
     def find(self, key: str) -> Counterpart | None:
-        """The setting of a key, or the nearest around it that stands for all below; None for an unknown key."""
+        """The setting of a key, or of the nearest section that stands for all keys below it; None if unknown."""
         if key in self.by_key:
             return self.by_key[key]
         *sections, _ = key.split(".")
@@ -114,7 +114,7 @@ def _counterpart(key: str, row: dict[str, Any]) -> Counterpart:
 
 
 def hint(key: str, ways: Sequence[Literal["key", "section", "first name", "last name"]]) -> str | None:
-    """The counterpart of another system's key, for an error, found in the first of these ways that finds one."""
+    """Describe the counterpart of another system's key for an error, in the first of these ways that finds one."""
     by_way = {
         "key": hint_for,
         "section": hint_for_section,
@@ -125,7 +125,7 @@ def hint(key: str, ways: Sequence[Literal["key", "section", "first name", "last 
 
 
 def hint_for(key: str) -> str | None:
-    """Counterpart of another system's key, also of its last parts; None where only sections differ."""
+    """Describe the counterpart of another system's key or of its last parts; None if only the section differs."""
     if hint := _section_of_another_system(key):
         return hint
     found = _meant(key)
@@ -134,21 +134,21 @@ def hint_for(key: str) -> str | None:
 
 
 def hint_for_last_name(key: str) -> str | None:
-    """Counterpart of another system's setting with the same last name; None if there is none."""
+    """Describe the counterpart of another system's setting with the same last name; None if there is none."""
     name = _last(key)
     found = [(system, each) for system, each in _all() if _last(each.theirs) == name and name not in GENERIC_NAMES]
     return _message(key, found) if found else None
 
 
 def hint_for_section(key: str) -> str | None:
-    """Why there is nothing here for all keys of the section of another system that a key is in; None for others."""
+    """Say why a whole section of another system has no counterpart here; None for a key outside such sections."""
     around = [(system, system.find(key)) for system in systems().values()]
     found = [(system, each) for system, each in around if each is not None and each.theirs.endswith(BELOW)]
     return _message(key, found) if found else None
 
 
 def hint_for_first_name(key: str) -> str | None:
-    """Counterpart of the other system's setting of which the key is a field; None for other keys."""
+    """Describe the counterpart of another system's setting that has the key as a field; None for other keys."""
     first, _, field = key.partition(".")
     found = [(system, each) for system, each in _all() if field and each.theirs == first]
     return _message(key, found) if found else None
@@ -158,11 +158,11 @@ def _section_of_another_system(key: str) -> str | None:
     titles = dict.fromkeys(system.title for system, each in _all() if each.theirs.startswith(f"{key}."))
     if not titles or any(each.theirs == key for _, each in _all()):
         return None
-    return f"{key}: a section of {' and '.join(titles)}; `fovea import-config FILE` makes a recipe of such settings"
+    return f"{key}: a section of {' and '.join(titles)}; convert such settings with `fovea import-config FILE`"
 
 
 def _meant(key: str) -> list[tuple[System, Counterpart]]:
-    """The settings of other systems that a key names, in full where there is one, else by its last sections."""
+    """The settings of other systems that a key names: in full if there are any, else by its last sections."""
     exact = [(system, each) for system, each in _all() if each.theirs == key]
     return exact or [(system, each) for system, each in _all() if each.theirs.endswith(f".{key}")]
 

@@ -1,8 +1,8 @@
-"""Settings of a YAML file that names others in a Hydra `defaults` list, as far as those lie in its folders of configs.
+"""Settings of a YAML file and of the files in its Hydra `defaults` list, as far as they are in its config folders.
 
-These are the folder of the file and those of its `hydra.searchpath` that are on this machine.
-Rules of the list: https://hydra.cc/docs/advanced/defaults_list/, of the packages that settings come under:
-https://hydra.cc/docs/advanced/overriding_packages/. Files are read as YAML; nothing of Hydra runs.
+These folders are the file's own and those of its `hydra.searchpath` that exist on this machine. For the list's rules
+see https://hydra.cc/docs/advanced/defaults_list/, for the packages of settings
+https://hydra.cc/docs/advanced/overriding_packages/. Files are read as YAML; Hydra itself does not run.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from fovea_tools.importer.interpolation import Given, resolve
 
 DEFAULTS, ITSELF, SEARCHPATH = "defaults", "_self_", "hydra.searchpath"
 _NESTED_AT_MOST = 50
-"""Files below files; deeper ones name each other in a circle."""
+"""Largest depth of files that name files; deeper ones are taken for a circle."""
 _MOST_FILES = 1000
-"""Files of one config; each may name two that name the same ones."""
+"""Largest number of files of one config, which can grow exponentially when each file names two others."""
 _HEADER = re.compile(r"^#\s*@package\s+([\w.]+)\s*$", re.MULTILINE)
 _KEYWORD = re.compile(r"(?:(optional|override)\s+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """A file of a folder of configs."""
+    """A file in a config folder."""
 
     file: Path
     roots: tuple[Path, ...]
-    """Folders of configs; the first that has a file wins."""
+    """Config folders; the first one that has a file wins."""
     name: str
-    """Path below its root, with its suffix."""
+    """Path relative to its root, with its suffix."""
     package: str
-    """The dotted key under which its settings come; empty: at the top."""
+    """The dotted key that its settings are placed under; empty for the top level."""
 
     def key(self, name: str) -> str:
-        """The key of a name within its package."""
+        """The full key of a name within its package."""
         return f"{self.package}.{name}" if self.package else name
 
 
 def composed(file: Path, searchpath: object = None) -> dict[str, Given]:
-    """The settings of a YAML file and of those that it names, by key: later files of a list win over earlier ones.
+    """The settings of a YAML file and of those that it names, by key; later files of a list win over earlier ones.
 
-    `searchpath` replaces the file's own `hydra.searchpath`. Names of a list without a file here are the value of
-    `defaults`. ConfigError for files that name each other in a circle.
+    `searchpath` replaces the file's own `hydra.searchpath`. Entries of the list whose file is not found become the
+    value of `defaults`. Raises ConfigError for files that name each other in a circle.
     """
     found: dict[str, Given] = {}
     unread: list[str] = []
@@ -66,9 +66,9 @@ def composed(file: Path, searchpath: object = None) -> dict[str, Given]:
 
 
 def _folders(searchpath: object, file: Path) -> Iterator[Path]:
-    """The folders of a search path that are there: relative ones are below the working directory, as for Hydra.
+    """The existing folders of a search path; relative ones are below the working directory, as in Hydra.
 
-    Or below a folder around the file, where the command that it is meant for starts in that.
+    They may also be below a folder around the file, in case the command is meant to start there.
     """
     for entry in searchpath if isinstance(searchpath, list) else []:
         scheme, _, path = str(resolve(entry, SEARCHPATH, lambda _: None, variables=None)).rpartition("://")
@@ -79,7 +79,7 @@ def _folders(searchpath: object, file: Path) -> Iterator[Path]:
 
 
 def _put(found: dict[str, Given], setting: Given) -> None:
-    """Add a setting; a value removes the section in whose place it comes, and a section the value."""
+    """Add a setting; a value replaces a section of the same name, and a section replaces a value."""
     inner = [key for key in found if key.startswith(f"{setting.key}.")]
     if setting.value == {} and inner:
         return
@@ -90,15 +90,17 @@ def _put(found: dict[str, Given], setting: Given) -> None:
 
 
 def _settings(config: _Config, unread: list[str], depth: int, opened: Iterator[int]) -> Iterator[Given]:
-    """The settings of a file and of those that it names; `opened` counts the files of the whole config."""
+    """The settings of a file and of the files that it names; `opened` counts the files of the whole config."""
     if next(opened) > _MOST_FILES:
-        raise ConfigError(f"{config.file}: `defaults` name more than {_MOST_FILES} files; write fewer")
+        raise ConfigError(f"{config.file}: `defaults` lists name more than {_MOST_FILES} files; name fewer")
     if depth > _NESTED_AT_MOST:
-        raise ConfigError(f"{config.file}: files of `defaults` name each other in a circle; take one of them out")
+        raise ConfigError(f"{config.file}: the files of `defaults` name each other in a circle; remove one of them")
     tree = read_recipe(config.file)
     entries = tree.pop(DEFAULTS, None) or []
     if not isinstance(entries, list):
-        raise ConfigError(f"{config.file}: defaults={show(entries)}: Hydra takes a list of files; write one")
+        raise ConfigError(
+            f"{config.file}: defaults={show(entries)}: it must be a list of files, as in Hydra; write one"
+        )
     names = [name for entry in entries for name in _names(entry)]
     for name in names if ITSELF in names else [*names, ITSELF]:
         if name == ITSELF:
@@ -109,13 +111,13 @@ def _settings(config: _Config, unread: list[str], depth: int, opened: Iterator[i
 
 def _own(config: _Config, tree: Tree) -> Iterator[Given]:
     for key, value in leaves(tree).items():
-        # OmegaConf's mark of a value that must be given elsewhere, and Hydra's of the class that takes a section
+        # OmegaConf marks values that must be set elsewhere with ???, and Hydra names the class of a section in _target_
         if value != "???" and not key.endswith("_target_"):
             yield Given(key=config.key(key), value=value, where=config.name)
 
 
 def _names(entry: Any) -> Iterator[str]:
-    """An entry of a list as `folder/name@package`, once for each file that it selects."""
+    """An entry of a list as `folder/name@package`, one for each file that it selects."""
     if not isinstance(entry, dict):
         yield str(entry)
         return
@@ -127,9 +129,9 @@ def _names(entry: Any) -> Iterator[str]:
 
 
 def _of(config: _Config, entry: str, unread: list[str], depth: int, opened: Iterator[int]) -> Iterator[Given]:
-    """The settings of the file that an entry names, or its name among those that are not read."""
+    """Yield the settings of the file that an entry names; if there is no such file, add the entry to `unread`."""
     keyword = _KEYWORD.match(entry)
-    assert keyword is not None, "the expression matches nothing, too"
+    assert keyword is not None, "the expression also matches an empty text"
     name, _, package = entry[keyword.end() :].partition("@")
     folder = "" if name.startswith("/") else posixpath.dirname(config.name)
     path = posixpath.normpath(posixpath.join(folder, name.lstrip("/"))).removesuffix(".yaml") + ".yaml"
@@ -143,13 +145,13 @@ def _of(config: _Config, entry: str, unread: list[str], depth: int, opened: Iter
 
 
 def _package_of(file: Path) -> str:
-    """The package that a file gives itself in a comment; empty where it gives none."""
+    """The package that a file declares in a comment; empty if it declares none."""
     header = _HEADER.search(file.read_text(encoding="utf-8"))
     return "" if header is None or header[1] == "_group_" else header[1]
 
 
 def _within(config: _Config, package: str) -> str:
-    """A package as it is named in a file of its own package, as a key of the whole."""
+    """The full key of a package as it is named in a config file."""
     if package == "_here_":
         return config.package
     if package.startswith("_global_"):

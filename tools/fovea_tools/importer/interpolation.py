@@ -1,4 +1,4 @@
-"""References in the values of OmegaConf: `${runner.seq_length}`, `${subtract:${a.b}, 1}`, `${oc.select:a.b,512}`."""
+"""References in OmegaConf values: `${runner.seq_length}`, `${subtract:${a.b}, 1}`, `${oc.select:a.b,512}`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.settings.type_text import show
 
 SHOWN_VARIABLES: Final = frozenset({"HOME", "USER", "PWD"})
-"""Variables of the environment that a recipe may show; the value of any other may be a key or a password."""
+"""Environment variables that a recipe may show; the value of any other may be a key or a password."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """A value that cannot be known from what was read, such as a variable that nobody sets."""
+    """A value that cannot be determined from the text, such as a variable that is never set."""
 
     text: str
     reason: str
@@ -30,9 +30,9 @@ class Given:
 
     key: str
     value: Any
-    """A plain value, or `Unread`; text may hold `${...}`."""
+    """A plain value, or `Unread`; a text may contain `${...}`."""
     where: str
-    """File and line, or the command line."""
+    """The file and line of the setting, or the command line."""
 
     @property
     def text(self) -> str:
@@ -42,11 +42,11 @@ class Given:
 
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _MOST_REFERENCES = 100
-"""More in one value go in a circle."""
+"""Largest number of references to resolve in one value; more are taken for a circle."""
 MOST_CHARACTERS = 100_000
-"""Longest value with its references replaced: each of those may double it."""
+"""Longest value after its references are replaced, since each of them may double it."""
 _LARGEST = 1 << 63
-"""No number of a setting, nor of a part of one, is as large; products of larger ones may fill any memory."""
+"""Bound of the numbers in a reference's arithmetic: no setting is as large, and larger products may fill any memory."""
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "multiply": lambda first, second: first * second,
     "int_div": lambda first, second: first // second,
@@ -55,16 +55,16 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "add": lambda first, second: first + second,
     "not": lambda value: not value,
 }
-"""Functions that RLinf adds to OmegaConf's own."""
+"""Functions that RLinf adds to those of OmegaConf."""
 
 
 def resolve(
     value: Any, key: str, lookup: Callable[[str], Any], variables: Collection[str] | None = SHOWN_VARIABLES
 ) -> Any:
-    """The value of a setting with its references replaced by what `lookup` has for their keys.
+    """The value of a setting with its references replaced by the values that `lookup` returns for their keys.
 
-    `variables` are those of the environment that `oc.env` may read; None: all. ConfigError for one that it may not
-    read, for a function that is not known here, for references in a circle, and for a text that grows too long.
+    `variables` are the environment variables that `oc.env` may read; None allows all. Raises ConfigError for a variable
+    that it may not read, for an unknown function, for references in a circle, and for a text that grows too long.
     """
     for _ in range(_MOST_REFERENCES):
         found = _INNERMOST.search(value) if isinstance(value, str) else None
@@ -75,9 +75,9 @@ def resolve(
         value = inner if whole else f"{value[: found.start()]}{inner}{value[found.end() :]}"
         if isinstance(value, str) and len(value) > MOST_CHARACTERS:
             raise ConfigError(
-                f"{key}: its references make it longer than {MOST_CHARACTERS:,} characters; write its value"
+                f"{key}: with its references replaced it has more than {MOST_CHARACTERS:,} characters; write its value"
             )
-    raise ConfigError(f"{key}: its references lead in a circle; write its value")
+    raise ConfigError(f"{key}: its references go in a circle; write its value")
 
 
 def _evaluate(inner: str, key: str, lookup: Callable[[str], Any], variables: Collection[str] | None) -> Any:
@@ -91,7 +91,7 @@ def _evaluate(inner: str, key: str, lookup: Callable[[str], Any], variables: Col
     if name == "oc.env":
         return _variable(inner, key, [read_yaml(argument, key) for argument in arguments], variables)
     if name not in _FUNCTIONS:
-        raise ConfigError(f"{key}: ${{{name}:...}} is a function that is not known here; write its value")
+        raise ConfigError(f"{key}: ${{{name}:...}} is an unknown function; write its value")
     numbers = [read_yaml(argument, key) for argument in arguments]
     try:
         if name != "not" and not all(-_LARGEST < number < _LARGEST for number in numbers):
@@ -102,19 +102,19 @@ def _evaluate(inner: str, key: str, lookup: Callable[[str], Any], variables: Col
 
 
 def _variable(inner: str, key: str, arguments: Sequence[Any], variables: Collection[str] | None) -> Any:
-    """The value of a variable of the environment that may be read, else the default that stands behind its name."""
+    """The value of a readable environment variable, else the default that follows its name."""
     name, default = str(arguments[0]), arguments[1:]
     if variables is None or name in variables:
         return os.environ.get(name, *default)
     if not default and name in os.environ:
         raise ConfigError(
-            f"{key}: ${{{inner}}} is set in the environment, which a recipe does not show; add {key}=VALUE behind the "
+            f"{key}: ${{{inner}}} is set in the environment, and a recipe must not show it; add {key}=VALUE after the "
             "file"
         )
     return next(iter(default), None)
 
 
 def _absolute(reference: str, key: str) -> str:
-    """The key that a reference names; one dot at its start is the section of `key`, two the one around that."""
+    """The key that a reference names; one leading dot is the section of `key`, two are the section around it."""
     dots = len(reference) - len(reference.lstrip("."))
     return reference if dots == 0 else ".".join([*key.split(".")[:-dots], reference[dots:]])

@@ -1,4 +1,4 @@
-"""Settings of RLinf that are read together, or have another unit here; elsewhere.yaml has those that have neither."""
+"""RLinf's settings that are read together or have another unit here; elsewhere.yaml lists the others."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ALGORITHMS = {
     "reinpp": ("reinforce++", "reinforce++"),
     "reinpp_baseline": ("reinforce++_baseline", "reinforce++_baseline"),
 }
-"""Their advantage: our algorithm and advantage."""
+"""Fovea's algorithm and advantage for each of RLinf's advantages."""
 ENVIRONMENTS = {"math": "geo3k", "vqa": "vqa"}
 LOSSES = ("actor", "actor_critic", "ppo")
-"""Their names of the clipped loss."""
+"""RLinf's names for the clipped loss."""
 ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "32": "float32", "float32": "float32"}
 
@@ -37,14 +37,16 @@ def environment(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "reward.reward_type"
     named, kind = source.environment, ENVIRONMENTS.get(str(source.value(key)))
     if named is not None and kind not in (None, named):
-        raise source.refuse(key, f"this is environment.name={kind}, but --environment says {named}; leave that out")
+        raise source.refuse(
+            key, f"this means environment.name={kind}, but --environment is {named}; remove --environment"
+        )
     if named is None and kind is None:
-        raise source.refuse(key, "no environment here is of that type; add --environment geo3k, vqa or caption")
+        raise source.refuse(key, "no environment here has this type; add --environment geo3k, vqa or caption")
     yield source.line("environment.name", named or kind, key, why="" if kind else f"--environment {named}")
 
 
 def reward_values(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """Rewards of right and wrong answers, each times a factor."""
+    """Translate the rewards of right and wrong answers, each multiplied by the scale."""
     scale, kind = "reward.reward_scale", str(source.value("reward.reward_type"))
     if (source.environment or ENVIRONMENTS.get(kind)) != "geo3k":
         return
@@ -60,27 +62,29 @@ def model(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 
 
 def dtype(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """The number format of computing; the weights that the optimizer changes are float32 in any case."""
+    """Translate the dtype of computation; the optimizer's copy of the weights is float32 in any case."""
     mixed, own = "actor.fsdp_config.mixed_precision.param_dtype", "actor.model.precision"
     key = mixed if source.value(mixed) is not None else own
     value = source.value(key)
     if value is None:
         return
     if str(value) not in DTYPES:
-        raise source.refuse(key, f"there is no such format here; set it to {', '.join(DTYPES)}")
+        raise source.refuse(key, f"no such format exists here; set it to one of {', '.join(DTYPES)}")
     yield source.line("model.dtype", DTYPES[str(value)], key)
     if key == mixed:
         yield from source.left(own, "the optimizer's copy of the weights is always float32", matters=False)
 
 
 def tokens(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """Longest prompt and longest completion, of which RLinf sets the sum too."""
+    """Translate the longest prompt and the longest completion; RLinf also sets their sum."""
     prompt, total, own = "data.max_prompt_length", "runner.seq_length", f"{SAMPLING}.max_new_tokens"
     longest, both, new = source.value(prompt), source.value(total), source.value(own)
     if longest is not None:
         yield source.line("data.max_prompt_tokens", longest, prompt)
     if new is not None and None not in (longest, both) and new > both - longest:
-        raise source.refuse(own, f"more than {total}={both} less {prompt}={longest}; lower it, or raise {total}")
+        raise source.refuse(
+            own, f"this is more than {total}={both} minus {prompt}={longest}; lower it, or raise {total}"
+        )
     if new is not None:
         yield source.line("rollout.max_new_tokens", new, own)
     elif None not in (longest, both):
@@ -98,7 +102,7 @@ def min_new_tokens(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 def bad_rows(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "data.filter_prompt_by_length"
     drops = source.value(key)
-    why = "" if drops else "RLinf cuts longer prompts, here they are an error"
+    why = "" if drops else "RLinf cuts longer prompts; here they are an error"
     yield source.line("data.on_bad_row", "skip" if drops else "error", key, why=why)
 
 
@@ -108,14 +112,14 @@ def betas(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 
 
 def warmup(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """Warm-up steps, which RLinf may write as a share of all steps."""
+    """Translate the warm-up steps, which RLinf may give as a share of all steps."""
     counts = ("actor.optim.lr_warmup_steps", "actor.lr_sched.lr_warmup_iters")
     shares = ("actor.optim.lr_warmup_steps_ratio", "actor.lr_sched.lr_warmup_fraction")
     count = next((key for key in counts if (source.value(key) or 0) > 0), None)
     share = next((key for key in shares if source.value(key)), None)
     total = source.value("runner.max_steps")
     if count is not None and share is not None:
-        raise source.refuse(share, f"and {count}={source.value(count)} too; leave one out (set it to 0)")
+        raise source.refuse(share, f"{count}={source.value(count)} sets the warm-up too; set one of them to 0")
     if count is not None:
         yield source.same("train.lr_warmup_steps", count)
     elif share is None:
@@ -127,8 +131,8 @@ def warmup(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 
 
 def _share_of_unknown_steps(source: SourceConfig, share: str) -> Iterator[RecipeLine | LeftOut]:
-    """A share of a number of steps that only the rows tell; RLinf's FSDP trainer does not read `lr_sched`."""
-    reason = "a share of a number of steps that is not known; add runner.max_steps=N behind the file"
+    """Leave out a share of all steps if only the rows decide their number; RLinf's FSDP trainer ignores `lr_sched`."""
+    reason = "it is a share of all steps, and their number is not set; add runner.max_steps=N after the file"
     if not share.startswith("actor.lr_sched.") or source.value("actor.training_backend") != "fsdp":
         raise source.refuse(share, reason)
     why = "RLinf's FSDP trainer does not read actor.lr_sched"
@@ -151,11 +155,11 @@ def algorithm(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 
 
 def critic(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """The value function of PPO, in RLinf a separate model."""
+    """Translate PPO's value function, which is a separate model in RLinf."""
     if source.value(ADVANTAGE) != "gae":
         return
     place, switch = "algorithm.advantage.critic", "critic.use_critic_model"
-    yield source.line(f"{place}.trunk", "separate", switch, why="the critic of RLinf is a separate model")
+    yield source.line(f"{place}.trunk", "separate", switch, why="RLinf's critic is a separate model")
     of = {
         "learning_rate": "critic.optim.lr",
         "value_clip": "algorithm.value_clip",
@@ -169,7 +173,7 @@ def critic(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 def clip(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     kind, both = "algorithm.loss_type", "algorithm.ratio_clip_eps"
     if source.value(kind) not in LOSSES:
-        raise source.refuse(kind, f"there is no such loss here; set it to {', '.join(LOSSES)}")
+        raise source.refuse(kind, f"no such loss exists here; set it to one of {', '.join(LOSSES)}")
     yield source.line("algorithm.loss.name", "clip", kind)
     for side in ("low", "high"):
         own = f"algorithm.clip_ratio_{side}"
@@ -193,7 +197,7 @@ def engine(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "rollout.rollout_backend"
     name = source.value(key)
     if name not in ("vllm", "sglang"):
-        raise source.refuse(key, "vllm and sglang are here too; set it to one of them")
+        raise source.refuse(key, "only vllm and sglang have a counterpart here; set it to one of them")
     yield source.line("rollout.engine.name", name, key)
 
 
@@ -215,7 +219,7 @@ def loggers(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 
 
 def placement(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """GPUs of actor and rollout: all for both, or ranges that are the same or do not meet."""
+    """Translate the GPUs of actor and rollout: the same for both, or two ranges that do not overlap."""
     keys = [key for key in source.given if key == PLACEMENT or key.startswith(f"{PLACEMENT}.")]
     found: dict[str, tuple[str, Any]] = {}
     for key in keys:
@@ -223,7 +227,7 @@ def placement(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
             found[part.strip()] = (key, source.value(key))
     if "actor" not in found or "rollout" not in found:
         for key in keys:
-            yield from source.left(key, "set cluster.placement, and cluster.rollout_gpus where it is not collocated")
+            yield from source.left(key, "set cluster.placement, and cluster.rollout_gpus if it is not collocated")
         return
     (first, actor), (second, rollout) = found["actor"], found["rollout"]
     read = tuple(dict.fromkeys((first, second)))
@@ -236,11 +240,11 @@ def placement(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
         yield source.line("cluster.rollout_gpus", len(_gpus(rollout)), second)
     else:
         for key in read:
-            yield from source.left(key, "no placement here; set cluster.placement and cluster.rollout_gpus")
+            yield from source.left(key, "no such placement exists here; set cluster.placement and cluster.rollout_gpus")
 
 
 def _all_gpus(source: SourceConfig, key: str) -> Iterator[RecipeLine | LeftOut]:
-    """All GPUs of this machine, where there are several; one has a run without a setting."""
+    """Use all GPUs of this machine if it has several; a single GPU needs no setting."""
     num_gpus = source.count_gpus()
     if num_gpus > 1:
         yield source.line("cluster.gpus_per_node", num_gpus, key, why="the GPUs of this machine")
@@ -250,7 +254,7 @@ def _all_gpus(source: SourceConfig, key: str) -> Iterator[RecipeLine | LeftOut]:
 
 
 def _gpus(text: Any) -> set[int]:
-    """The GPUs of `0-3` or `5`; none for anything else."""
+    """The GPU numbers in `0-3` or `5`; empty for any other text."""
     first, _, last = str(text).partition("-")
     is_range = first.isdigit() and (last or first).isdigit()
     return set(range(int(first), int(last or first) + 1)) if is_range else set()

@@ -1,8 +1,7 @@
-"""Words of a shell script, as far as settings are written in one: quotes, line breaks, variables and sums.
+"""Words of a shell script, as far as settings are written in them: quotes, line breaks, variables and arithmetic.
 
-No command of the script is run, and of the environment a few harmless variables are read. What only running it would
-tell (`$(...)`, a variable that is set nowhere or to different values) is an `Unread` value of the setting that needs
-it.
+No command of the script is run, and only a few harmless environment variables are read. A setting whose value only a
+run of the script would give (`$(...)`, a variable that is never set or set to different values) becomes `Unread`.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from fovea_gym.errors import ConfigError
 from fovea_tools.importer.interpolation import SHOWN_VARIABLES, Unread
 
 MOST_FILLED = 1_000_000
-"""Characters that variables of a script stand for together: each may double those of another."""
+"""Largest number of characters that all expanded variables of a script have together; each may double another's."""
 _MOST_NESTED = 30
-"""Defaults within defaults: `${A:-${B:-...}}`."""
+"""Largest depth of defaults within defaults: `${A:-${B:-...}}`."""
 _SHOWN = 60
-"""Characters of a sum, or of a default, that an error shows."""
+"""Number of characters of a sum or a default that an error shows."""
 _WORD_END = " \t\n;&|()"
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 _PARAMETER = re.compile(r"(?P<name>\w+|[@*#?])(?::?(?P<sign>[-=])(?P<default>.*))?", re.DOTALL)
@@ -37,18 +36,18 @@ _SUMS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """A word of a script after its variables were filled in."""
+    """A word of a script after its variables are expanded."""
 
     text: str
     line: int
     unread: str = ""
-    """Reason why a part of the text is not known."""
+    """Reason why a part of the text is unknown; empty if all of it is known."""
 
 
 def words_of(script: str) -> list[Word]:
-    """The words of all commands of a script, in their order; assignments take effect where they stand.
+    """The words of all commands of a script in order; an assignment takes effect for the words after it.
 
-    ConfigError for variables that stand for too much, and for defaults that are nested too deeply.
+    Raises ConfigError for variables that expand to too many characters, and for defaults that are nested too deeply.
     """
     return list(_Reader(script).words())
 
@@ -85,7 +84,7 @@ class _Reader:
         return Word(text=text, line=line, unread=unread)
 
     def _piece(self) -> Iterator[str | Unread]:
-        """Read the piece that the current character begins: a quoted text, an expansion, or itself."""
+        """Read the piece that begins at the current character: a quoted text, an expansion, or one character."""
         first = self.script[self.at]
         if first == "'":
             end = self._find("'", self.at + 1)
@@ -130,12 +129,12 @@ class _Reader:
         return self._parameter(name[0])
 
     def _parameter(self, inner: str) -> str | Unread:
-        """The value of `NAME`, `NAME:-default`, `1`; all arguments of the script are none."""
+        """The value of `NAME`, `NAME:-default` or `1`; `@` and `*`, the script's arguments, are empty."""
         found = _PARAMETER.fullmatch(inner)
         if found is None:
-            if inner.endswith(("[@]", "[*]")):  # an array, whose words were read where it is written
+            if inner.endswith(("[@]", "[*]")):  # an array; its words were read at its definition
                 return ""
-            return Unread(text=f"${{{inner}}}", reason=f"${{{inner}}} is unread")
+            return Unread(text=f"${{{inner}}}", reason=f"${{{inner}}} is not a supported expansion")
         if found["name"] in {"@", "*"}:
             return ""
         known = self.variables.get(found["name"])
@@ -146,18 +145,18 @@ class _Reader:
         if found["sign"]:
             return self._filled(found["default"])
         in_environment = found["name"] in os.environ
-        seen = "only in the environment, which a recipe does not show" if in_environment else "nowhere"
+        seen = "only in the environment, and a recipe must not show it" if in_environment else "nowhere"
         return Unread(text=f"${inner}", reason=f"${inner} is set {seen}")
 
     def _counted(self, value: str | Unread, name: str) -> str | Unread:
-        """The value of a variable; ConfigError where all values that were filled in are too long together."""
+        """The value of a variable; ConfigError if all expanded values together are too long."""
         self.num_filled += len(value.text if isinstance(value, Unread) else value)
         if self.num_filled > MOST_FILLED:
-            raise ConfigError(f"${name}: variables stand for more than {MOST_FILLED:,} characters; write their values")
+            raise ConfigError(f"${name}: variables expand to more than {MOST_FILLED:,} characters; write their values")
         return value
 
     def _filled(self, text: str) -> str | Unread:
-        """A default, with its own quotes and variables."""
+        """The value of a default, with its quotes and variables expanded."""
         if self.depth == _MOST_NESTED:
             raise ConfigError(
                 f"{text[:_SHOWN]}: more than {_MOST_NESTED} defaults are nested in each other; write the value"
@@ -172,10 +171,10 @@ class _Reader:
         filled = _NAME.sub(lambda name: self._number(name[0]), inner.replace("$", ""))
         try:
             return str(_value(ast.parse(filled.strip().replace("/", "//"), mode="eval").body))
-        # the last two: too many brackets
+        # the last two errors come from too many brackets
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             shown = f"$(({inner if len(inner) <= _SHOWN else inner[:_SHOWN] + '...'}))"
-            return Unread(text=shown, reason=f"{shown} is not a sum of known numbers")
+            return Unread(text=shown, reason=f"{shown} is not arithmetic of known integers")
 
     def _number(self, name: str) -> str:
         value = self._counted(name if name.isdigit() else self.variables.get(name, name), name)
@@ -185,7 +184,7 @@ class _Reader:
         end = self._find(closes, self.at + 1)
         inner, self.at = self.script[self.at : end + 1], end + 1
         text = f"${inner}" if opens == "(" else inner
-        return Unread(text=text, reason=f"{text} is a command, and none is run")
+        return Unread(text=text, reason=f"{text} is a command, and commands are not run")
 
     def _assign(self, word: Word) -> None:
         found = _ASSIGNMENT.fullmatch(word.text)
@@ -211,7 +210,7 @@ class _Reader:
 
 
 def _value(node: ast.expr) -> int:
-    """The value of a sum of integers; ValueError for anything else."""
+    """The value of an arithmetic expression of integers; ValueError for any other expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _SUMS:

@@ -1,4 +1,4 @@
-"""The settings of a run of another system, as rules ask for them, and what rules make of them."""
+"""The settings of a run of another system, as the rules read them, and the recipe lines that the rules return."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "text": lambda value: isinstance(value, str),
     "list of texts": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
 }
-"""Types of values in elsewhere.yaml, which names them one `or` another."""
+"""Checks of the value types in elsewhere.yaml, which joins several types by ` or `."""
 
 _LONGEST_CHAIN = 50
-"""Settings through which references lead to a value."""
+"""Largest number of settings in a chain of references."""
 
 TRACKERS = {"mlflow": "log.mlflow_experiment", "swanlab": "log.swanlab_project", "wandb": "log.wandb_project"}
-"""Trackers by their names in the others' lists of loggers: the setting that names their project."""
+"""The setting of the project name of each tracker, by its name in the other systems' lists of loggers."""
 
 EnvironmentName: TypeAlias = Literal["geo3k", "vqa", "caption"]
-"""Environments of rows in files, as the other systems have them."""
+"""Environments whose rows are in files, as in the other systems."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeLine:
-    """One setting of the recipe, and where it comes from."""
+    """One setting of the recipe, and its source."""
 
     key: str
     value: Any
     source: str
     read: tuple[str, ...]
-    """The other system's keys that it was made of."""
+    """The other system's keys that its value was computed from."""
     is_given: bool
-    """True if one of those keys is set, and not all of them defaults."""
+    """True if at least one of those keys is set, rather than left at its default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A setting that was given and is not in the recipe."""
+    """A given setting that is not in the recipe."""
 
     key: str
     reason: str
     matters: bool
-    """True if the recipe lacks something by that."""
+    """True if its loss changes the run."""
 
 
 class Unusable(Exception):
-    """A given value of a type that is not the setting's: whatever is made of it is left out."""
+    """Raised for a value of the wrong type: all settings that are computed from it are left out."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")
@@ -65,45 +65,45 @@ class Unusable(Exception):
 
 
 Rule: TypeAlias = Callable[["SourceConfig"], Iterator[RecipeLine | LeftOut]]
-"""Makes settings of several of the other system's together."""
+"""A function that translates several settings of the other system together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
-    """The settings that were given, over the defaults of the system that they belong to."""
+    """The given settings on top of the defaults of their system."""
 
     system: System
     given: Mapping[str, Given]
     environment: EnvironmentName | None = None
-    """The environment that the user named, where the settings do not tell."""
+    """The environment that the user named, if the settings do not name one."""
     count_gpus: Callable[[], int] = lambda: 0
     """Counts the GPUs of this machine, for settings that mean all of them."""
     _resolved: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Values of keys that were asked for: references may lead to one of them in any number of ways."""
+    """Cache of resolved values: references may lead to the same key in many ways."""
 
     def value(self, key: str) -> Any:
-        """The value of a key, references replaced, or its default; None where it is null or has neither.
+        """The value of a key with its references replaced, or its default; None if it is null or has neither.
 
-        ConfigError for a value that cannot be known, Unusable for one of another type than the setting's.
+        Raises ConfigError for a value that cannot be determined, and Unusable for a value of the wrong type.
         """
         return self._value(key, ())
 
     def _value(self, key: str, through: tuple[str, ...]) -> Any:
-        """The value of a key to which references lead through others."""
+        """The value of a key that references reach through the keys in `through`."""
         if key in through:
             circle = " -> ".join([*through[through.index(key) :], key])
-            raise ConfigError(f"{circle}: these settings refer to each other in a circle; write the value of one")
+            raise ConfigError(f"{circle}: these settings refer to each other in a circle; set one of them to a value")
         if key in self._resolved:
             return self._resolved[key]
         if len(through) > _LONGEST_CHAIN:
             raise ConfigError(
-                f"{through[0]}: it refers to more than {_LONGEST_CHAIN} settings in a row; write its value"
+                f"{through[0]}: its references lead through more than {_LONGEST_CHAIN} settings; set it to a value"
             )
         given, known = self.given.get(key), self.system.find(key)
         if given is None:
             return known.default if known is not None and known.theirs == key else None
         if isinstance(given.value, Unread):
-            raise ConfigError(f"{given.where}: {given.text}: {given.value.reason}; add {key}=VALUE behind the file")
+            raise ConfigError(f"{given.where}: {given.text}: {given.value.reason}; add {key}=VALUE after the file")
         value = resolve(given.value, key, lambda other: self._value(other, (*through, key)))
         if known is not None and known.type and not any(_TYPES[each](value) for each in known.type.split(" or ")):
             raise Unusable(key, f"{show(value)} is not a {known.type}")
@@ -111,22 +111,22 @@ class SourceConfig:
         return value
 
     def one_of(self, key: str, ours: Mapping[str, T], kind: str) -> T:
-        """Counterpart of a key's value; ConfigError if it has none and the recipe needs it."""
+        """The counterpart of a key's value; ConfigError if it has none, since the recipe needs it."""
         value = self.value(key)
         if not isinstance(value, str) or value not in ours:
-            raise self.refuse(key, f"there is no such {kind} here; set it to {', '.join(ours)}")
+            raise self.refuse(key, f"no such {kind} exists here; set it to one of {', '.join(ours)}")
         return ours[value]
 
     def is_given(self, *keys: str) -> bool:
         return any(key in self.given for key in keys)
 
     def line(self, key: str, value: Any, *read: str, why: str = "") -> RecipeLine:
-        """A setting made of the keys that were read; `why` says what they do not."""
+        """A recipe line computed from the keys in `read`; `why` adds what they do not show."""
         source = "; ".join([*filter(None, map(self._source, read)), *([why] if why else [])])
         return RecipeLine(key=key, value=value, source=source, read=read, is_given=self.is_given(*read))
 
     def same(self, ours: str, key: str) -> RecipeLine:
-        """A setting with the value of one key."""
+        """A recipe line with the value of one key."""
         return self.line(ours, self.value(key), key)
 
     def left(self, key: str, reason: str, *, matters: bool = True) -> Iterator[LeftOut]:
@@ -135,7 +135,7 @@ class SourceConfig:
             yield LeftOut(key=key, reason=reason, matters=matters)
 
     def refuse(self, key: str, reason: str) -> ConfigError:
-        """The error for a value without which there is no recipe."""
+        """The error for a value without which no recipe can be written."""
         given = self.given.get(key)
         said = (
             f"{given.where}: {given.text}" if given else f"{key}={show(self.value(key))}, {self.system.title}'s default"
@@ -156,7 +156,7 @@ class SourceConfig:
 def trackers(
     source: SourceConfig, key: str, project: str, default_project: str | None = None, needless: Sequence[str] = ()
 ) -> Iterator[RecipeLine | LeftOut]:
-    """Translate a list of loggers; `needless` are those whose output is always there."""
+    """Translate a list of loggers; `needless` are loggers whose output Fovea always writes."""
     named = source.value(key)
     if named is None:
         return
@@ -166,23 +166,25 @@ def trackers(
         yield source.line(TRACKERS[name], source.value(project) or default_project, key, project)
     others = sorted(set(names) - {"tensorboard", *needless, *TRACKERS})
     if others:
-        yield from source.left(key, f"no {', '.join(others)}; metrics.jsonl in the run folder has every metric")
+        yield from source.left(
+            key, f"{', '.join(others)} not supported; metrics.jsonl in the run folder has every metric"
+        )
 
 
 def epochs_and_steps(source: SourceConfig, epochs: str, total: str, *, has_steps: bool) -> Iterator[RecipeLine]:
-    """Translate the end of a run, by epochs where `total` sets no number of steps."""
+    """Translate the end of a run: the epochs decide if `total` sets no number of steps."""
     if source.value(epochs) is not None:
         yield source.same("max_epochs", epochs)
     if has_steps:
         yield source.same("max_steps", total)
     else:
-        yield source.line("max_steps", 1_000_000, total, why="the epochs end the run before")
+        yield source.line("max_steps", 1_000_000, total, why="the epochs end the run earlier")
 
 
 def by_tokens_or_groups(
     source: SourceConfig, by_tokens: str, tokens: str, rows: str, group: str
 ) -> Iterator[RecipeLine | LeftOut]:
-    """Translate the size of micro-batches: in tokens, or in completions, of which a whole number of groups is one."""
+    """Translate the size of micro-batches: tokens, or completions if they make a whole number of groups."""
     completions, of_one = source.value(rows), source.value(group)
     if source.value(by_tokens):
         yield source.line("train.enable_dynamic_batch_size", True, by_tokens)
@@ -192,13 +194,13 @@ def by_tokens_or_groups(
         yield source.line("train.enable_dynamic_batch_size", False, by_tokens)
         yield source.line("train.groups_per_microbatch", completions // of_one, rows, group)
     else:
-        yield from source.left(rows, f"it counts completions, and is not a multiple of the {of_one} of a group")
+        yield from source.left(rows, f"it counts completions, and is not a multiple of the group size {of_one}")
 
 
 def kl_in_loss(
     source: SourceConfig, switch: str, coef: str, kind: str, estimators: Mapping[str, str]
 ) -> Iterator[RecipeLine]:
-    """Translate a KL term of the loss, which has a `switch` or counts where its `coef` is not 0."""
+    """Translate a KL term of the loss, which is on if its `coef` is not 0; `switch` is the key that turns it on."""
     if not source.value(coef):
         yield source.line("algorithm.kl", None, *dict.fromkeys((switch, coef)))
         return
@@ -219,7 +221,7 @@ def plain(source: SourceConfig, setting: Counterpart) -> Iterator[RecipeLine | L
     elif source.is_given(key) or setting.has_default:
         value = source.value(key)
         if setting.values is not None and value is not None:
-            if value not in list(setting.values):  # a list, which no mapping has as a key, is not in it either
+            if value not in list(setting.values):  # a list cannot be a key of the mapping, so it is refused too
                 allowed = ", ".join(map(show, setting.values))
                 yield from source.left(key, f"only {allowed} have a counterpart in {setting.ours[0]}")
                 return

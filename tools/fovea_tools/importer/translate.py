@@ -1,4 +1,4 @@
-"""From settings of another system to those of a recipe: each known one mapped, nothing guessed, nothing forgotten."""
+"""Translates settings of another system to a recipe: each known one is mapped, none is guessed or forgotten."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from fovea_tools.importer.interpolation import Given
 from fovea_tools.importer.source import EnvironmentName, LeftOut, RecipeLine, Rule, SourceConfig, Unusable, plain
 
 NEARLY_THE_KEY = 0.9
-"""Likeness (difflib) of a whole key with a slip in one of its sections; names in other sections are below."""
+"""Least similarity (difflib) of a whole key with a typo in one of its sections; names in other sections are below
+it."""
 RULES: Mapping[str, Mapping[str, Rule]] = {"verl": verl.RULES, "rlinf": rlinf.RULES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """Result of a translation: each given setting is in one of the four lists."""
+    """Result of a translation; each given setting is in one of the four lists."""
 
     system: System
     lines: tuple[RecipeLine, ...]
-    """The settings of the recipe, one for each key."""
+    """Settings of the recipe, one for each key."""
     left: tuple[LeftOut, ...]
-    """Settings without a counterpart, whose loss matters."""
+    """Settings without a counterpart, whose loss changes the run."""
     needless: tuple[LeftOut, ...]
-    """Settings that need none."""
+    """Settings that need no counterpart."""
     unknown: tuple[Given, ...]
 
 
@@ -44,10 +45,10 @@ def translate(
     environment: EnvironmentName | None = None,
     count_gpus: Callable[[], int] = lambda: 0,
 ) -> Translation:
-    """The settings of a recipe for those of a run of another system, its defaults included.
+    """Translate the settings of another system's run, including its defaults, to those of a recipe.
 
-    `count_gpus` counts the GPUs of this machine, where settings mean all of them.
-    ConfigError for values that contradict each other, that cannot be known, or without which there is no recipe.
+    `count_gpus` counts the GPUs of this machine, for settings that mean all of them. Raises ConfigError for values that
+    contradict each other, that cannot be determined, or without which no recipe can be written.
     """
     source = SourceConfig(system=system, given=given, environment=environment, count_gpus=count_gpus)
     found = list(_found(source))
@@ -55,7 +56,7 @@ def translate(
     left = list(dict.fromkeys(each for each in found if isinstance(each, LeftOut)))
     handled = {key for line in lines for key in line.read} | {each.key for each in left}
     silent = [key for key in given if key not in handled and system.find(key) is not None]
-    left += [LeftOut(key=key, reason="without effect beside the other settings", matters=False) for key in silent]
+    left += [LeftOut(key=key, reason="without effect next to the other settings", matters=False) for key in silent]
     unknown = {key: each for key, each in given.items() if system.find(key) is None}
     empty = [key for key, each in unknown.items() if each.value in (None, {}, [])]
     left += [LeftOut(key=key, reason="nothing is set there", matters=False) for key in empty]
@@ -70,15 +71,15 @@ def translate(
 
 
 def _refuse_typos(unknown: Iterable[Given], system: System) -> None:
-    """ConfigError for an unknown setting that was typed beside the file, where a known one is called nearly so."""
+    """Raise ConfigError for an unknown setting on the command line that is nearly the name of a known one."""
     for each in unknown:
         near = _near(each.key, system)
         if near is not None and each.where == COMMAND_LINE:
-            raise ConfigError(f"{COMMAND_LINE}: {each.key}: no setting of {system.title}; did you mean {near}?")
+            raise ConfigError(f"{COMMAND_LINE}: {each.key}: not a setting of {system.title}; did you mean {near}?")
 
 
 def _near(unknown: str, system: System) -> str | None:
-    """A key of the same section with nearly this name, else one that is nearly this key as a whole."""
+    """A key of the same section with a similar name, else a key that is similar as a whole."""
     section, _, name = unknown.rpartition(".")
     beside = {key.rpartition(".")[2]: key for key in system.by_key if key.rpartition(".")[0] == section}
     if near := get_close_matches(name, beside, n=1, cutoff=CLOSE_ENOUGH):
@@ -87,7 +88,7 @@ def _near(unknown: str, system: System) -> str | None:
 
 
 def _found(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """Translate each setting in the order of the table; a rule comes where its first setting stands."""
+    """Translate each setting in the order of the table; a rule runs at its first setting."""
     done = set()
     for setting in source.system.settings:
         if not setting.rule:
@@ -100,7 +101,7 @@ def _found(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 def _usable(
     made: Iterator[RecipeLine | LeftOut], source: SourceConfig, setting: Counterpart
 ) -> list[RecipeLine | LeftOut]:
-    """Lines made of a setting and its rule's settings; if a value is unusable, all are left out."""
+    """The lines from one setting, or from all settings of its rule; if one value is unusable, all are left out."""
     try:
         return list(made)
     except Unusable as error:
@@ -112,7 +113,7 @@ def _usable(
 
 
 def _one_for_each_key(lines: Iterable[RecipeLine]) -> Iterator[RecipeLine]:
-    """The line of each key; what is given goes before a default, and two that are given must agree."""
+    """The line of each key; a given value wins over a default, and two given values must agree."""
     by_key: dict[str, RecipeLine] = {}
     lists = {setting.key for setting in settings() if setting.type.startswith("list")}
     for given in lines:
@@ -125,7 +126,7 @@ def _one_for_each_key(lines: Iterable[RecipeLine]) -> Iterator[RecipeLine]:
         elif other.is_given:
             raise ConfigError(
                 f"{other.source} is {line.key}={show(other.value)}, but {line.source} is {line.key}="
-                f"{show(line.value)}; a run of Fovea has one value: leave one of them out"
+                f"{show(line.value)}; a run of Fovea has one value; remove one of them"
             )
         else:
             by_key[line.key] = line
@@ -144,10 +145,12 @@ NEEDLESS = "These need no setting here:"
 
 
 def recipe_text(translation: Translation, files: Sequence[str]) -> str:
-    """The YAML of a recipe that `fovea train` takes; ConfigError, with the source of the setting, if it does not."""
+    """The YAML of a recipe that `fovea train` accepts; otherwise ConfigError with the setting's source."""
     of = f" in {', '.join(files)}" if files else ""
-    head = [f"# Made by `fovea import-config` from settings of {translation.system.title}{of}. Behind each setting"]
-    head.append("# stands what it comes from; a default is that of " + translation.system.title + ", not of Fovea.")
+    head = [f"# Made by `fovea import-config` from settings of {translation.system.title}{of}. The comment after"]
+    head.append(
+        "# each setting gives its source; defaults are those of " + translation.system.title + ", not of Fovea."
+    )
     head += _listed(LEFT, _by_reason(translation.left))
     head += _listed(UNKNOWN, (f"{each.text} ({each.where})" for each in translation.unknown))
     tail = _listed(NEEDLESS, _by_reason(translation.needless))
@@ -169,7 +172,7 @@ def _listed(title: str, entries: Iterable[str]) -> list[str]:
 
 
 def _tree(lines: Iterable[RecipeLine]) -> Tree:
-    """The lines by section, in the order of the settings."""
+    """The lines by section, in the order of Fovea's settings."""
     tree: Tree = {name: {} for name in Config.model_fields}
     for line in lines:
         *sections, name = line.key.split(".")
@@ -191,7 +194,7 @@ def _section(tree: Tree, depth: int) -> Iterator[str]:
 
 
 def _comment(text: str) -> str:
-    """The text with a blank in the place of what a reader of YAML takes for the end of a line or refuses."""
+    """The text, with a space for each character that ends a YAML line or that YAML refuses."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
@@ -202,4 +205,4 @@ def _check(text: str, translation: Translation) -> None:
     except ConfigError as error:
         sources = [line.source for line in translation.lines if line.key in str(error) and line.source]
         came = f" ({'; '.join(sources)})" if sources else ""
-        raise ConfigError(f"{error}{came}; settings behind the file win over those in it") from None
+        raise ConfigError(f"{error}{came}; settings after the file win over those in it") from None

@@ -1,4 +1,4 @@
-"""Settings of verl that are read together, or have another unit here; elsewhere.yaml has those that have neither."""
+"""verl's settings that are read together or have another unit here; elsewhere.yaml lists the others."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ ALGORITHMS = {
     "reinforce_plus_plus": ("reinforce++", "reinforce++"),
     "reinforce_plus_plus_baseline": ("reinforce++_baseline", "reinforce++_baseline"),
 }
-"""Their estimator: our algorithm and advantage."""
+"""Fovea's algorithm and advantage for each of verl's estimators."""
 LOSSES = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}
 RESUME = {"auto": "auto", "disable": "never"}
 IN_THE_LOSS = {"low_var_kl": "k3", "k3": "k3", "low_var_kl+": "k3+", "k3+": "k3+", "mse": "k2", "k2": "k2"}
 IN_THE_LOSS |= {"mse+": "k2", "k2+": "k2"}
 IN_THE_REWARD = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-"""Their names of Schulman's estimators, and ours."""
+"""Fovea's names of Schulman's estimators, by verl's."""
 
 
 def environment(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """The environment, which in verl every row names; that of Geometry3K scores the form as verl's does."""
+    """Translate the environment, which each row names in verl; geo3k scores the format as verl does."""
     if source.environment is None:
-        why = "verl picks the grader of a row by this column, which settings do not hold; add --environment geo3k, vqa "
+        why = "verl picks a row's grader by this column, which the settings do not show; add --environment geo3k, vqa "
         raise source.refuse("data.reward_fn_key", f"{why}or caption")
     said = f"--environment {source.environment}"
     yield source.line("environment.name", source.environment, "data.reward_fn_key", why=said)
     if source.environment == "geo3k" and source.value("custom_reward_function.path") is None:
-        grader = "verl's own grader of Geometry3K: 0.9 for the answer, 0.1 for think tags before a box"
+        grader = "verl's grader of Geometry3K: 0.9 for the answer, 0.1 for think tags before a box"
         yield source.line("environment.format_weight", 0.1, why=grader)
         yield source.line("environment.think_tags", True, why=grader)
 
@@ -55,7 +55,7 @@ def bad_rows(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     filters, cut = "data.filter_overlong_prompts", "data.truncation"
     drops = source.value(filters)
     if source.value(cut) != "error" and not drops:
-        yield from source.left(cut, "a prompt is never cut; a longer one is an error")
+        yield from source.left(cut, "prompts are never cut; a longer one is an error")
     yield source.line("data.on_bad_row", "skip" if drops else "error", filters, cut)
 
 
@@ -63,13 +63,15 @@ def reward(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     path, name = "custom_reward_function.path", "custom_reward_function.name"
     file = source.value(path)
     if isinstance(file, str):
-        yield source.line("reward", f"{file}:{source.value(name)}", path, name, why="called as by verl (docs/own.md)")
+        yield source.line(
+            "reward", f"{file}:{source.value(name)}", path, name, why="called as verl calls it (docs/own.md)"
+        )
     elif file is not None:
         yield from source.left(path, f"{show(file)} is not a file")
 
 
 def overlong(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """DAPO's penalty, whose buffer is a number of tokens in verl and a share of the longest completion here."""
+    """Translate DAPO's length penalty; its buffer is in tokens in verl, and a share of the longest completion here."""
     places = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
     for place in (each for each in places if source.value(f"{each}.enable")):
         longest = source.value("data.max_response_length")
@@ -100,7 +102,7 @@ def lora(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 
 
 def warmup(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """Warm-up steps, which verl may write as a share of all steps."""
+    """Translate the warm-up steps, which verl may give as a share of all steps."""
     steps, share = f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio"
     total = "trainer.total_training_steps"
     if (source.value(steps) or 0) > 0:
@@ -108,17 +110,19 @@ def warmup(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     elif not source.value(share):
         yield source.line("train.lr_warmup_steps", 0, steps, share)
     elif source.value(total) is None:
-        raise source.refuse(share, f"a share of a number of steps that is not known; add {total}=N, or {steps}=N")
+        raise source.refuse(
+            share, f"it is a share of all steps, and their number is not set; add {total}=N or {steps}=N"
+        )
     else:
         yield source.line("train.lr_warmup_steps", int(source.value(share) * source.value(total)), share, total)
 
 
 def minibatches(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """Optimizer steps of a pass, of which verl sets the size, in prompts."""
+    """Translate the number of optimizer steps per pass; verl sets their size in prompts."""
     size = f"{ACTOR}.ppo_mini_batch_size"
     prompts, of_one = source.value(TRAIN_BATCH), source.value(size)
     if prompts % of_one:
-        why = f"{TRAIN_BATCH}={prompts} is not a multiple of it, so that it is not a number of steps"
+        why = f"{TRAIN_BATCH}={prompts} is not a multiple of it; set it to a divisor"
         raise source.refuse(size, why)
     yield source.line("algorithm.minibatches", prompts // of_one, TRAIN_BATCH, size)
 
@@ -132,7 +136,7 @@ def clip(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     mode = f"{ACTOR}.policy_loss.loss_mode"
     loss = source.one_of(mode, LOSSES, "loss")
     yield source.line("algorithm.loss.name", loss, mode)
-    if loss == "sapo":  # which has temperatures in place of bounds
+    if loss == "sapo":  # sapo has temperatures in place of bounds
         return
     yield from _clip_bounds(source)
     if loss != "cispo":
@@ -140,7 +144,7 @@ def clip(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 
 
 def _clip_bounds(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """The two bounds; verl reads clip_ratio only where they are null, and by default they are not."""
+    """Translate the two bounds; verl reads clip_ratio only if they are null, which is not their default."""
     both = f"{ACTOR}.clip_ratio"
     for side in ("low", "high"):
         key = f"{both}_{side}"
@@ -149,7 +153,7 @@ def _clip_bounds(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
             yield source.same(f"algorithm.loss.clip_{side}", both)
             continue
         if source.is_given(both) and not source.is_given(key) and source.value(both) != own:
-            raise source.refuse(both, f"without effect in verl, where {key}={own} by default; set that one too")
+            raise source.refuse(both, f"without effect in verl, where {key}={own} by default; set that too")
         yield source.line(f"algorithm.loss.clip_{side}", own, key)
 
 
@@ -161,19 +165,19 @@ def algorithm(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     yield source.line("algorithm.name", name, *read)
     yield source.line("algorithm.advantage.name", advantage, *read)
     if name == "ppo":
-        yield source.line("algorithm.max_policy_kl", None, why="verl never ends the passes of a step early")
+        yield source.line("algorithm.max_policy_kl", None, why="verl never ends a step's passes early")
 
 
 def critic(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """The value function of PPO, in verl a separate model."""
+    """Translate PPO's value function, which is a separate model in verl."""
     if source.value(ESTIMATOR) != "gae":
         return
     place, path, read = "algorithm.advantage.critic", "critic.model.path", [ESTIMATOR]
     if source.value(path) in (None, source.value(f"{MODEL}.path")):
         read.append(path)
     else:
-        yield from source.left(path, "a critic starts from the policy's own weights")
-    yield source.line(f"{place}.trunk", "separate", *read, why="the critic of verl is a separate model")
+        yield from source.left(path, "a critic starts from the policy's weights")
+    yield source.line(f"{place}.trunk", "separate", *read, why="verl's critic is a separate model")
     of = {
         "learning_rate": "critic.optim.lr",
         "value_clip": "critic.cliprange_value",
@@ -184,10 +188,12 @@ def critic(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 
 
 def kl(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """The KL term: in the loss, in the reward, or none."""
+    """Translate the KL term, which is in the loss, in the reward, or off."""
     in_loss, in_reward = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
     if source.value(in_loss) and source.value(in_reward):
-        raise source.refuse(in_reward, f"and {in_loss} is true too, but a run has one KL term; leave one out")
+        raise source.refuse(
+            in_reward, f"{in_loss} is true too, but a run has only one KL term; set one of them to false"
+        )
     if source.value(in_loss):
         yield from kl_in_loss(source, in_loss, f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", IN_THE_LOSS)
     elif source.value(in_reward):
@@ -211,13 +217,13 @@ def _kl_in_reward(source: SourceConfig, switch: str) -> Iterator[RecipeLine | Le
 
 
 def importance(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """The correction for an engine whose probabilities are not the trainer's; `tis_imp_ratio_cap` is its older form."""
+    """Translate the correction for engine log-probs that differ from the trainer's, or its older form."""
     cap, place = f"{ACTOR}.tis_imp_ratio_cap", "algorithm.rollout_correction"
     level, threshold, bypass = f"{place}.rollout_is", f"{place}.rollout_is_threshold", f"{place}.bypass_mode"
     weighs, old_cap = source.value(level), source.value(cap)
     if source.value(bypass):
         yield source.line("algorithm.old_logprobs", "engine", bypass)
-        yield from source.left(level, "with the engine's log-probs as the old ones every weight is 1", matters=False)
+        yield from source.left(level, "with the engine's log-probs as old log-probs, every weight is 1", matters=False)
     elif weighs is not None:
         yield source.line("algorithm.importance_sampling_fix", True, level)
         yield source.line("algorithm.importance_sampling_level", weighs, level)
@@ -240,7 +246,7 @@ def filter_groups(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
         yield source.line("algorithm.dynamic_sampling.max_gen_batches", source.value(most), switch, metric, most)
     else:
         yield source.line("algorithm.dynamic_sampling", True, switch, metric)
-        yield from source.left(most, "there is always a limit; algorithm.dynamic_sampling.max_gen_batches is 10")
+        yield from source.left(most, "Fovea always has a limit; algorithm.dynamic_sampling.max_gen_batches is 10")
 
 
 def offload(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
@@ -260,23 +266,23 @@ DIVIDED = {
     "pipeline_parallel_size": "pipeline_model_parallel_size",
     "expert_parallel_size": "expert_model_parallel_size",
 }
-"""Our settings of Megatron, and verl's names of them."""
+"""verl's names of Megatron's settings, by Fovea's."""
 
 
 def runs_megatron(source: SourceConfig) -> bool:
-    """True if the actor is trained by Megatron, by its settings or the name of verl's own config, which is not here."""
+    """True if Megatron trains the actor, as its settings or the name of verl's Megatron config show."""
     named = str(source.value(CONFIG_NAME) if source.is_given(CONFIG_NAME) else "").removesuffix(".yaml")
     has_settings = any(key.startswith(f"{MEGATRON}.") for key in source.given)
     return source.value(STRATEGY) == "megatron" or has_settings or named == MEGATRON_CONFIG
 
 
 def backend(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """FSDP2, or Megatron with the GPUs that it divides a model over."""
+    """Translate the backend: FSDP2, or Megatron with its parallel sizes."""
     if not runs_megatron(source):
         known = source.value(STRATEGY) in ("fsdp", "fsdp2")
         yield from source.left(STRATEGY, "FSDP2, which is the default", matters=not known)
         return
-    yield source.line("train.backend.name", "megatron", STRATEGY, why="settings or config of Megatron")
+    yield source.line("train.backend.name", "megatron", STRATEGY, why="Megatron's settings or config are used")
     for ours, name in DIVIDED.items():
         yield source.same(f"train.backend.{ours}", f"{MEGATRON}.{name}")
     tensor, sequence = f"{MEGATRON}.{DIVIDED['tensor_parallel_size']}", f"{MEGATRON}.sequence_parallel"
@@ -286,20 +292,22 @@ def backend(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 
 
 def recomputed(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    """Layers whose activations are computed again: verl's Megatron has another setting for that."""
+    """Translate the recomputation of activations, which verl sets elsewhere for Megatron."""
     of_fsdp = f"{MODEL}.enable_gradient_checkpointing"
     of_megatron = f"{MEGATRON}.override_transformer_config.recompute_granularity"
     key = of_megatron if runs_megatron(source) else of_fsdp
     whole = source.value(key) == "full" if key == of_megatron else source.value(key)
     yield source.line("train.gradient_checkpointing", "full" if whole else "none", key)
     if source.value(of_megatron) == "selective":
-        yield from source.left(of_megatron, "under Megatron whole layers are computed again, or none")
+        yield from source.left(of_megatron, "under Megatron, whole layers are recomputed or none")
 
 
 def engine(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     name = f"{ROLLOUT}.name"
     if source.value(name) not in ("vllm", "sglang"):
-        raise source.refuse(name, "verl needs an engine, and vllm and sglang are here too; set it to one of them")
+        raise source.refuse(
+            name, "verl needs an engine, and only vllm and sglang have a counterpart here; set it to one of them"
+        )
     yield source.same("rollout.engine.name", name)
 
 
@@ -316,7 +324,7 @@ def run_dir(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     elif source.value(project) is not None and source.value(name) is not None:
         yield source.line("run_dir", f"checkpoints/{source.value(project)}/{source.value(name)}", project, name)
     elif not source.is_given(mode):
-        return  # a new folder for each run, in which there is nothing to resume
+        return  # each run gets a new folder, so nothing is resumed
     read = (mode, path) if source.value(mode) == "resume_path" else (mode,)
     resume = source.one_of(mode, {**RESUME, "resume_path": source.value(path)}, "mode")
     yield source.line("resume", resume, *read)

@@ -1,8 +1,9 @@
-"""Activations of the language model in an update: what autograd keeps of a packed row, and the temporaries beside it.
+"""Activation memory of the language model in an update: tensors that autograd saves for a packed row, and temporaries.
 
-Counted tensor by tensor from the code that runs (`models.decoder`, `models.trained_layer`, `models.kernels`,
-`models.shared_prefix`, `models.token_logprobs`), by the method of Korthikanti et al., arXiv 2205.05198, section 4.1.
-Our layers keep other tensors than theirs: RMS norms, gated MLPs, grouped queries, flash attention without dropout.
+The tensors are counted one by one from the code that runs (`models.decoder`, `models.trained_layer`, `models.kernels`,
+`models.shared_prefix`, `models.token_logprobs`), with the method of Korthikanti et al., arXiv 2205.05198, section 4.1.
+Our layers save other tensors than the paper's: RMS norms, gated MLPs, grouped queries, and flash attention without
+dropout.
 
 Sizes are bytes unless a name says otherwise.
 """
@@ -46,16 +47,16 @@ class PassStage:
     gradient: int = 0
     """Bytes of the gradients of its weights."""
     pending: int = 0
-    """Bytes of a gradient that waits for a stage further down which has the same weight (a tied embedding), or for the
-    end of the backward pass."""
+    """Bytes of a gradient that is held until the end of the backward pass, or until another stage with the same weight
+    (a tied embedding) adds its own."""
 
 
 def peak_of(stages: Sequence[PassStage], *, gradients_part: str, gradients_held: bool) -> Bytes:
     """Bytes by part at the peak of a forward pass through the stages and a backward pass in reverse.
 
-    A stage keeps activations until its backward pass has run (Korthikanti et al., arXiv 2205.05198, section 4), both of
-    its passes have temporaries, and gradients of weights appear stage by stage.
-    `gradients_held`: an earlier micro-batch has left all gradients.
+    A stage keeps its activations until its backward pass has run (Korthikanti et al., arXiv 2205.05198, section 4).
+    Both of its passes need temporaries, and the gradients of its weights appear in its backward pass. Set
+    `gradients_held` if an earlier micro-batch has already allocated all gradients.
     """
     moments: list[Bytes] = []
     held: Bytes = Counter()
@@ -75,28 +76,30 @@ def peak_of(stages: Sequence[PassStage], *, gradients_part: str, gradients_held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpNumbers:
-    """Numbers of one layer."""
+    """Counts of the numbers that one layer's MLP keeps or computes, per token unless stated otherwise."""
 
     saved: int
-    """Per token, what autograd keeps after the norm: outputs of the first products, and the activations of them."""
+    """Numbers that autograd saves after the norm: outputs of the first matrix products, and their activations."""
     kept: int
-    """Per token, outputs of matrix products, which selective checkpointing keeps."""
+    """Outputs of matrix products, which selective checkpointing keeps."""
     kept_in_saved: int
     """Part of these bytes that autograd keeps anyway."""
     forward: int
-    """Per token, what exists at once without autograd."""
+    """Numbers that exist at the same time in a forward pass without autograd."""
     backward: int
-    """Per token, gradients at the backward pass of the activation beyond what they take the place of."""
+    """Gradients in the backward pass of the activation, less the saved tensors that are freed for them."""
     weight: int
-    """Of the gradient of the largest weight, before it is added to that of the micro-batches before."""
+    """Numbers in the largest weight's gradient (not per token), before it is added to earlier micro-batches'
+    gradients."""
 
 
 def mlp_numbers(sizes: ModelSizes) -> MlpNumbers:
-    """The numbers of a layer of this model."""
+    """Count the numbers of the MLP in one layer of this model."""
     width, text, active = sizes.width, sizes.text, sizes.decoder.experts_per_token
     if not active:
         inner = int(text.intermediate_size)
-        # gate, its activation, the other half, their product; three gradients in place of one of these
+        # saved: the gate, its activation, the up projection and their product; in the backward pass, three gradients
+        # replace one of these
         return MlpNumbers(
             saved=4 * inner,
             kept=width + 2 * inner,
@@ -109,8 +112,8 @@ def mlp_numbers(sizes: ModelSizes) -> MlpNumbers:
     shared = int(getattr(text, "shared_expert_intermediate_size", 0))
     shared += getattr(text, "n_shared_experts", 0) * int(text.moe_intermediate_size)
     out = width + 1 if shared else 0
-    # a token's state is copied for each of its experts, and the product is kept before and after it is weighted; of the
-    # shared expert's output and its weight, the gradients need both
+    # a token's state is copied for each of its experts, and the product is saved before and after it is weighted; the
+    # gradients need both the shared expert's output and its weight
     return MlpNumbers(
         saved=copies + 5 * inner + 4 * shared + out,
         kept=num_experts(text) + copies + 2 * inner + 2 * shared + out,
@@ -122,12 +125,12 @@ def mlp_numbers(sizes: ModelSizes) -> MlpNumbers:
 
 
 def num_experts(text: Any) -> int:
-    """Experts of a layer, by a text config of transformers."""
+    """Number of experts in a layer, from transformers' config of the language model."""
     return int(text.num_experts if hasattr(text, "num_experts") else text.n_routed_experts)
 
 
 def expert_weights(sizes: ModelSizes) -> int:
-    """Numbers in the experts of all layers; 0 without experts."""
+    """Number of parameters in the experts of all layers; 0 for a model without experts."""
     return sizes.decoder.num_layers * _expert_weights(sizes) if sizes.decoder.experts_per_token else 0
 
 
@@ -141,7 +144,7 @@ FLOAT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """How numbers are stored, and by which kernels they are computed."""
+    """Storage format of numbers, and the device whose kernels compute them."""
 
     width: int
     """Bytes of a weight or an activation."""
@@ -153,12 +156,12 @@ class Numerics:
 
     @property
     def norm_saves(self) -> int:
-        """Bytes that an RMS norm keeps of each number: its input on CUDA, the normalised float32 number on a CPU."""
+        """Bytes that an RMS norm saves per number: its input on CUDA, the normalised float32 number on a CPU."""
         return self.width if self.cuda else FLOAT
 
 
 def decoder_stages(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> list[PassStage]:
-    """A stage for every decoder layer; in the last one only tokens that predict an action go on after attention."""
+    """A stage for each decoder layer; the last one computes only tokens that predict an action after attention."""
     units = sizes.of("language")
     outputs = [row.tokens] * (len(units) - 1) + [row.predictors]
     how = config.train.gradient_checkpointing
@@ -176,22 +179,22 @@ def decoder_stages(config: Config, sizes: ModelSizes, row: RowShape, numerics: N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleBytes:
-    """Bytes of a layer or block that gradient checkpointing may recompute."""
+    """Memory of a layer or block, which gradient checkpointing may recompute."""
 
     entry: int
-    """Its input."""
+    """Bytes of its input."""
     saved: int
     """Bytes that autograd saves."""
     backward: int
-    """Temporaries of its backward pass beyond that."""
+    """Bytes of temporaries in its backward pass, in addition to the saved ones."""
     kept: int
-    """Outputs of its linear layers and of attention, which `selective` keeps (`models.recompute`)."""
+    """Bytes of outputs of its linear layers and of attention, which `selective` keeps (`models.recompute`)."""
     kept_in_saved: int
     """Part of these bytes that autograd keeps anyway."""
 
 
 def stage_of(how: Recompute, part: str, module: ModuleBytes, *, gradient: int) -> PassStage:
-    """The stage of a layer or block: what is recomputed exists in its own backward pass only."""
+    """The stage of a layer or block; recomputed tensors exist only during its own backward pass."""
     saved, backward = module.saved, module.backward
     if how == "none":
         return PassStage(part=part, saved=saved, forward=3 * module.entry, backward=backward, gradient=gradient)
@@ -207,21 +210,21 @@ def stage_of(how: Recompute, part: str, module: ModuleBytes, *, gradient: int) -
 
 
 def _layer_bytes(sizes: ModelSizes, row: RowShape, numerics: Numerics, outputs: int) -> ModuleBytes:
-    """Bytes of a decoder layer; `outputs` of its tokens go on after the attention."""
+    """Bytes of a decoder layer that computes only `outputs` of its tokens after attention."""
     shape, width, mlp = sizes.decoder, numerics.width, mlp_numbers(sizes)
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     norm = sizes.width * numerics.norm_saves + FLOAT
-    # the norm of the input, and its output, which the projections read
+    # the tensors of the input norm, and its output, which the projections read
     before = row.tokens * (norm + sizes.width * width)
     if norms_heads(sizes):
         before += row.tokens * ((queries + keys) * numerics.norm_saves + FLOAT * (shape.num_heads + shape.num_kv_heads))
     if shape.delta is not None:
-        # the gate, activated, and its product with the output
+        # the activated gate, and its product with the attention's output
         before += 2 * row.tokens * queries * width
-    # the output projection's input, the norms after it and the output of that before the MLP, and the MLP
+    # the input of the output projection, the norms after it, the output of the norm before the MLP, and the MLP
     norms = 3 if sizes.norms_outputs else 1
     after = outputs * (queries * width + norms * norm + (sizes.width + mlp.saved) * width)
-    # at the backward pass of the activation, with the gradient of the residual stream and of one weight
+    # in the backward pass of the activation, with the gradients of the residual stream and of one weight
     in_mlp = outputs * (mlp.backward + sizes.width) * width + mlp.weight * width
     attended = (2 if numerics.cuda else 3) * queries * row.tokens * width
     return ModuleBytes(
@@ -240,7 +243,7 @@ def _net_bytes(sizes: ModelSizes, net: DeltaShape, row: RowShape, numerics: Nume
     inside = saved_by_net(net, row.block_tokens, width)
     after = outputs * (norm + (sizes.width + mlp.saved) * width)
     in_mlp = outputs * (mlp.backward + sizes.width) * width + mlp.weight * width
-    # the rule's backward pass holds gradients of its inputs in float32, before and after their convolution
+    # the delta rule's backward pass holds gradients of its inputs in float32, before and after their convolution
     in_net = 4 * FLOAT * row.block_tokens * sum(net.widths)
     projected = sum(net.widths) + net.widths[2] + 2 * net.value_heads
     return ModuleBytes(
@@ -253,17 +256,18 @@ def _net_bytes(sizes: ModelSizes, net: DeltaShape, row: RowShape, numerics: Nume
 
 
 def _attention_backward(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> int:
-    """Temporaries at the backward pass of attention, when what comes after it in the layer is freed."""
+    """Bytes of temporaries in the backward pass of attention, when the later part of the layer is already freed."""
     shape, width = sizes.decoder, numerics.width
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     stream = 2 * row.tokens * sizes.width
     if numerics.cuda:
         return (stream + row.tokens * (2 * queries + 2 * keys) + 2 * row.keys * keys) * width
-    # the gradient of the output, blocks of the gradients of queries, keys and values, and the rows that they become
+    # the gradient of the output, the gradients of queries, keys and values in padded blocks, and the same as packed
+    # rows
     blocks = row.tokens * (4 * queries + 5 * keys)
     if width == FLOAT:
         return (stream + blocks) * width
-    # of few queries in float32, beside the gradients in 16 bits that they are copies of
+    # with few queries the blocks are float32, next to the 16-bit gradients that they are copied from
     return FLOAT * blocks + (stream + row.tokens * (queries + keys)) * width
 
 
@@ -274,20 +278,20 @@ def _saved_by_attention(sizes: ModelSizes, row: RowShape, numerics: Numerics) ->
     if not numerics.cuda:
         # padded blocks of queries, keys, values and outputs
         return row.block_tokens * ((2 * queries + 2 * keys) * width + log_sums)
-    # attention of float32 repeats keys for all completions and query heads
+    # float32 attention repeats the keys for all completions and query heads
     gathered = 2 * row.keys * (queries if width == FLOAT else keys) * width
-    # the output itself is what the output projection keeps
+    # the output is already counted as the input of the output projection
     return row.tokens * (queries * width + log_sums) + gathered
 
 
 def norms_heads(sizes: ModelSizes) -> bool:
-    """True if queries and keys have norms of each head."""
+    """True if the queries and keys of each head are normalised."""
     fast = sizes.family.fast_path
     return bool(getattr(fast, "normed_heads", False))
 
 
 def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> PassStage:
-    """The last norm, logits, log-probs and entropies (`models.token_logprobs.LogprobAndEntropy`)."""
+    """The stage of the last norm, logits, log-probs and entropies (`models.token_logprobs.LogprobAndEntropy`)."""
     width, vocabulary = numerics.width, sizes.vocabulary
     chunk = min(row.actions, max(1, int(config.train.backend.logits_mib * 2**20 / (FLOAT * vocabulary))))
     recomputes = chunk < row.actions
@@ -295,15 +299,16 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
     norm = row.predictors * (sizes.width * numerics.norm_saves + FLOAT)
     states = row.actions * sizes.width * width
     probabilities = FLOAT * block
-    # the gradient of the head is summed in float32, to which a product in 16 bits is added
+    # the head's gradient is summed in float32, and each product that is added to it is in 16 bits
     of_weight = vocabulary * sizes.width * FLOAT if sizes.head_trains else 0
     product = of_weight * width // FLOAT
     beside = product if width < FLOAT else 0
-    # x log x of the probabilities, for the gradient of the entropy; then the gradient of the logits in 16 bits
+    # p log p, for the gradient of the entropy; after it, the gradient of the logits in 16 bits
     of_logits = max(FLOAT * block if config.algorithm.entropy_coef else 0, block * width if width < FLOAT else 0)
     known = all(can_precompute_gradients(config.algorithm, on_policy=each) for each in (True, False))
     if recomputes and config.train.backend.name == "torch" and known:
-        # gradients are made beside the chunk's logits and log-probs, and stay for the backward pass, which makes none
+        # the forward pass computes the gradients while the chunk's logits and log-probs exist, and keeps them for the
+        # backward pass, which computes none
         return PassStage(
             part=LOGITS,
             saved=norm + states,
@@ -312,9 +317,9 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
             gradient=0 if sizes.tied else FLOAT * vocabulary * sizes.width * sizes.head_trains,
             pending=of_weight if sizes.tied else 0,
         )
-    # gradients of further chunks are added to that of the first, which waits
+    # gradients of later chunks are added to the first chunk's, which is held until then
     of_chunks = of_weight if recomputes else 0
-    # logits and log-probs exist at once
+    # logits and log-probs exist at the same time
     again = max(2 * FLOAT * block, probabilities + of_logits) if recomputes else of_logits
     return PassStage(
         part=LOGITS,
@@ -327,7 +332,7 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
 
 
 def embedding_stage(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> PassStage:
-    """The embedding, whose gradient is a dense matrix before it is added; and what of the root is not a head."""
+    """The stage of the root's weights except the head; the embedding's gradient is first a dense matrix."""
     (root,) = sizes.of("root")
     of_head = 0 if sizes.tied else sizes.vocabulary * sizes.width * sizes.head_trains
     gradient = FLOAT * (root.trainable - of_head)
@@ -339,20 +344,20 @@ def embedding_stage(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> Pas
 
 
 def saved_by_net(shape: DeltaShape, tokens: int, width: int) -> int:
-    """Bytes that autograd keeps of a layer's rule, gate and gated norm; `width` is the bytes of an activation."""
+    """Bytes that autograd saves for a delta net's rule, gate and gated norm; `width` is the bytes of an activation."""
     values, beside = shape.widths[2], 2 * shape.value_heads
-    # in float32: normalised outputs, and the gate before and after its activation; then weighted outputs, and their
-    # product with the gate
+    # in float32 the normalised outputs, and the gate before and after its activation; in the activations' dtype the
+    # weighted outputs, and their product with the gate
     gated = tokens * values * (3 * FLOAT + 2 * width)
     return saved_by_rule(shape, tokens, width) + gated + tokens * beside * (2 * FLOAT + width)
 
 
 @lru_cache(maxsize=64)
 def saved_by_rule(shape: DeltaShape, tokens: int, width: int) -> int:
-    """Bytes that autograd keeps of the rule over so many tokens of a row.
+    """Bytes that autograd saves for the delta rule over this many tokens of a row.
 
-    Counted in a pass over tensors without memory, by the plain torch functions of transformers: an upper bound where
-    the kernels of flash-linear-attention run.
+    They are counted in a pass over tensors of the meta device, with the plain torch functions of transformers: an upper
+    bound where the kernels of flash-linear-attention run.
     """
     kept: dict[int, torch.UntypedStorage] = {}
 

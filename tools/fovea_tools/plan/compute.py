@@ -1,11 +1,12 @@
-"""FLOPs of a step and the seconds that they take at stated efficiencies; bytes that a GPU receives from others.
+"""FLOPs of a step, their seconds at assumed efficiencies, and the bytes that a GPU receives from the others.
 
-Collectives as in ZeRO (Rajbhandari et al., arXiv 1910.02054, section 7): a ring of N ranks moves (N - 1) / N of the
-tensors past every rank. Weights are gathered for the forward and again for the backward pass of each micro-batch, in
-which gradients are reduced too (decision 054). With replicas of the weights, N are the ranks of one, and the shards of
-gradients are summed over the replicas once per optimizer step, by a ring that moves 2 (N - 1) / N of them.
+Collectives are counted as in ZeRO (Rajbhandari et al., arXiv 1910.02054, section 7): a ring of N ranks moves (N - 1) /
+N of the tensors past every rank. Each micro-batch gathers weights for its forward pass and again for its backward pass,
+which also reduces gradients (decision 054). With R replicas of the weights, N is the number of ranks of one replica,
+and once per optimizer step the shards of gradients are summed over the replicas, by a ring that moves 2 (R - 1) / R of
+them.
 
-A weight sync, prompts, completions and images are far less, and not counted.
+The traffic of weight syncs, prompts, completions and images is far smaller, and not counted.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from fovea_tools.plan.workload import Roles, Workload
 
 
 def scoring_passes(config: Config) -> int:
-    """Passes without gradients before the update: for old log-probs, values, and reference and masked log-probs."""
+    """Number of passes without gradients before the update: old log-probs, values, reference and masked log-probs."""
     needs = Needs.of(config.algorithm, dropout=config.model.has_dropout)
     own_critic = has_own_critic(config)
-    # a value head on the policy's trunk gives its values in the pass for old log-probs
+    # a value head on the policy's trunk computes its values in the pass for old log-probs
     of_policy = needs.old_logprobs or (needs.values and not own_critic)
     return of_policy + own_critic + needs.reference_logprobs + needs.masked_logprobs
 
 
 def num_networks(config: Config) -> int:
-    """Networks that an update goes forward and backward through: the policy, and a separate critic."""
+    """Number of networks that an update trains: the policy, and a separate critic."""
     return 1 + has_own_critic(config)
 
 
 GIGA, TERA = 1e9, 1e12
 UPDATE_MFU = 0.35
-"""Share of the peak FLOP rate that forward and backward passes are taken to reach; a plan measures nothing."""
+"""Share of the peak FLOP rate that forward and backward passes are assumed to reach; a plan measures nothing."""
 DECODE_BANDWIDTH_FRAC = 0.5
-"""Share of the memory bandwidth that decoding is taken to reach."""
+"""Share of the memory bandwidth that decoding is assumed to reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class Compute:
     flops: float
     """Model FLOPs on all GPUs together (`models.flops`)."""
     seconds: float | None
-    """None for a device whose rates are not known."""
+    """Estimated seconds; None for a device of unknown speed."""
 
 
 def compute_of(
@@ -67,13 +68,14 @@ def compute_of(
     numerics: Numerics,
     room: ServingRoom | None,
 ) -> tuple[Compute, ...]:
-    """FLOPs and seconds of rollout, log-probs and update; `room` is that of the engine."""
+    """FLOPs and seconds of rollout, log-probs and update; `room` describes a serving engine."""
     lengths, flops = work.lengths, sizes.family.work
     prompts, completions = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     one_prompt = flops.prompt(lengths.prompt_tokens, work.images)
     drawn = completions * flops.completion(lengths.completion_tokens, lengths.prompt_tokens)
     rollout = prompts * (one_prompt + drawn)
-    # features of a frozen tower are cached, but under Megatron, where each completion has a copy of its prompt too
+    # features of a frozen tower are cached, except under Megatron, where each completion also has its own copy of the
+    # prompt
     cached = not (sizes.trains_vision or roles.is_divided)
     scored_prompt = flops.prompt(lengths.prompt_tokens, ()) if cached else one_prompt
     copies = completions if roles.is_divided else 1
@@ -109,12 +111,12 @@ def decoding_prompts(config: Config, work: Workload, numerics: Numerics, room: S
 def _decode_seconds(
     config: Config, sizes: ModelSizes, work: Workload, machine: Machine, numerics: Numerics, running: int
 ) -> float | None:
-    """Seconds of decoding, which reads all weights and the running completions' cache at every token."""
+    """Seconds of decoding, which reads all weights and the running completions' cache for every token."""
     bandwidth = machine.gpu.memory_gb_per_second
     if bandwidth is None:
         return None
     lengths, completions = work.lengths, config.rollout.samples_per_prompt
-    # half of a completion is there on average; each of them reads its prompt
+    # on average half of a completion is in the cache, and each completion reads its prompt's keys and values
     cached = running * completions * (lengths.prompt_tokens + lengths.completion_tokens / 2)
     step_bytes = sizes.language_weights * numerics.width + cached * token_bytes(sizes, numerics)
     steps = lengths.completion_tokens * math.ceil(work.rank_prompts / running)
@@ -131,7 +133,8 @@ def received_bytes(config: Config, sizes: ModelSizes, work: Workload, roles: Rol
     whole = 0 if sizes.trains_vision else sum(unit.total for unit in sizes.of("vision"))
     passes = 2 * epochs * num_networks(config) + scoring_passes(config)
     weights = rows * passes * past * (sizes.parameters - whole) * numerics.width
-    # each replica sums gradients of a micro-batch, and after the last one of an optimizer step shards go over replicas
+    # each replica reduces the gradients of every micro-batch; after the last one of an optimizer step, shards are
+    # summed over the replicas
     gradients = epochs * FLOAT * (sizes.trainable + (critic_trainable(sizes) if has_own_critic(config) else 0))
     over_replicas = 2 * (replicas - 1) / replicas * len(work.rows) * gradients / shards
     return int(weights + past * rows * gradients + over_replicas)
@@ -145,9 +148,9 @@ def _by_megatron(config: Config, sizes: ModelSizes, work: Workload, roles: Roles
     again = config.train.gradient_checkpointing == "full"
     passes = epochs * (2 + again) + scoring_passes(config)
     sums = layers * passes * 2 * 2 * (tensor - 1) / tensor * stream
-    # tokens go to their experts and back
+    # tokens are sent to their experts and back
     to_experts = layers * passes * 2 * sizes.decoder.experts_per_token * (experts - 1) / experts * stream / tensor
-    # layers that run again have their inputs
+    # recomputed layers already have their inputs
     between_stages = (2 * epochs + scoring_passes(config)) * stream * (roles.stages > 1)
     # gradients are reduce-scattered, and trained weights all-gathered
     trained = epochs * len(work.rows) * (shares - 1) / shares * mine.trainable * (FLOAT + numerics.width)

@@ -1,8 +1,8 @@
-"""The engine of a plan: its settings, and the memory of one that holds its own weights.
+"""The engine of a plan: its settings, and the memory of an engine that holds its own weights.
 
-vLLM and SGLang take a share of a GPU when they start (`rollout.engine.gpu_memory_utilization`), load their weights into
-it, and make the rest the pool of their key-value cache, whatever the requests will need. vLLM's share is one of the
-whole GPU, SGLang's (`mem_fraction_static`) one of what is free at that moment.
+At startup vLLM and SGLang take a share of a GPU (`rollout.engine.gpu_memory_utilization`), load their weights into it,
+and make the rest the pool of their key-value cache, regardless of what the requests will need. vLLM's share is of the
+whole GPU, SGLang's (`mem_fraction_static`) of the memory that is free at that moment.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ CACHE = "key-value cache"
 
 
 def embedded_engine(config: Config) -> EmbeddedSettings:
-    """Settings of the embedded engine, which the caller knows to be the one of these settings."""
+    """Settings of the embedded engine, for a caller that knows that the run uses it."""
     engine = config.rollout.engine
     assert isinstance(engine, EmbeddedSettings), engine.name
     return engine
 
 
 def batch_tokens(config: Config) -> int:
-    """Tokens of the embedded engine's cache in settings that name them (`with_batch_tokens`)."""
+    """Tokens of the embedded engine's cache, for settings that state them (`with_batch_tokens`)."""
     tokens = embedded_engine(config).max_batch_tokens
     assert tokens is not None
     return tokens
 
 
 def with_batch_tokens(config: Config, tokens: int) -> Config:
-    """The settings with the size that the embedded engine's cache will have."""
+    """A copy of the settings that states the size of the embedded engine's cache."""
     engine = embedded_engine(config).model_copy(update={"max_batch_tokens": tokens})
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRoom:
-    """Memory on each GPU of an engine that holds its own weights, while it is awake."""
+    """Memory that an engine with its own weights takes on each of its GPUs while it is awake."""
 
     weights: int
-    """Bytes of its copy of the weights, or of its part of them by `tensor_parallel_size`."""
+    """Bytes of the weights on one GPU: all of them, or a part with `tensor_parallel_size`."""
     cache: int
     """Bytes of the pool of the key-value cache."""
     token_bytes: int
-    """Bytes of the keys and values of a token there."""
+    """Bytes of one token's keys and values on one GPU."""
     longest_tokens: int
-    """Tokens of the longest conversation, for which there must be room."""
+    """Tokens of the longest conversation, which the pool must hold."""
     sized_to: str
-    """The setting that decides the size of the pool, or that its default does."""
+    """The setting that decides the size of the pool, or a note that its default does."""
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the pool has room for."""
+        """Number of tokens that fit into the pool."""
         return self.cache // self.token_bytes
 
     @property
@@ -84,9 +84,9 @@ class ServingRoom:
 def serving_room(
     config: Config, sizes: ModelSizes, machine: Machine, roles: Roles, numerics: Numerics
 ) -> ServingRoom | None:
-    """The room of an engine in the processes of the run; None for the embedded engine, and for servers elsewhere.
+    """Memory of an engine in the run's processes; None for the embedded engine and for external servers.
 
-    ConfigError for several engines of which each takes GPUs of the next, as a run says (`gpus_of_engine`).
+    Raises ConfigError, as a run does (`gpus_of_engine`), if several engines would use the same GPU.
     """
     engine = config.rollout.engine
     if not isinstance(engine, ServingEngine):
@@ -94,9 +94,9 @@ def serving_room(
     shards = engine.tensor_parallel_size
     if shards > 1 and roles.engines > 1:
         raise ConfigError(
-            f"rollout.engine.tensor_parallel_size={shards}, but each of {roles.engines} GPUs has an engine, which "
-            "would take the GPUs of the next; set it to 1, or cluster.placement=disaggregated "
-            "cluster.rollout_gpus=1 with free GPUs behind that one"
+            f"rollout.engine.tensor_parallel_size={shards}, but each of {roles.engines} GPUs runs its own "
+            "engine, which would also take the next GPU; set it to 1, or set cluster.placement=disaggregated "
+            "cluster.rollout_gpus=1 and leave the GPUs after that one free"
         )
     weights = sizes.parameters * numerics.width // shards
     longest = engine.max_model_len or config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -104,7 +104,7 @@ def serving_room(
     cache, sized_to = _chosen_cache(engine, token, longest, numerics)
     if cache is None:
         before = Counter[str]() if roles.apart else states_of_trainer(config, sizes, roles, numerics).on_device
-        # the optimizer's states come with the first update
+        # the optimizer's states do not exist before the first update
         held = sum(before[part] for part in (PARAMETERS, REFERENCE, CRITIC))
         total = int(machine.gpu.memory_gib * GIB)
         free = total - held if isinstance(engine, SglangSettings) else total
@@ -113,7 +113,7 @@ def serving_room(
 
 
 def _chosen_cache(engine: ServingEngine, token: int, longest: int, numerics: Numerics) -> tuple[int | None, str]:
-    """Bytes of a pool, None where `gpu_memory_utilization` decides them, and what decides."""
+    """Bytes of the pool (None if `gpu_memory_utilization` decides), and the name of the setting that decides."""
     if isinstance(engine, VllmSettings):
         gib, key = engine.kv_cache_gib, "rollout.engine.kv_cache_gib"
         if gib is None and not numerics.cuda:
@@ -130,5 +130,5 @@ def _chosen_cache(engine: ServingEngine, token: int, longest: int, numerics: Num
 
 
 def token_bytes(sizes: ModelSizes, numerics: Numerics) -> int:
-    """Keys and values of a token in all layers."""
+    """Bytes of one token's keys and values in all layers."""
     return sizes.decoder.token_bytes(numerics.width)

@@ -1,7 +1,8 @@
-"""Machines by name: what vendors' data sheets say of a GPU's memory and rates.
+"""GPUs by name, with memory and rates from the vendors' data sheets.
 
 FLOP rates are those of `metrics.throughput`. Memory is the data sheet's number in GiB, of which CUDA reports 1 to 2 %
-less (`HEADROOM_FRAC` is for that too). Links are one direction of NVLink, or of PCIe 4.0 and 5.0 with 16 lanes.
+less (`HEADROOM_FRAC` covers that too). Link rates are for one direction of NVLink, or of PCIe 4.0 and 5.0 with 16
+lanes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ HEADROOM_FRAC = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU, or the CPU of a process."""
+    """Name, memory and rates of one GPU, or of the CPU of a process."""
 
     name: str
     memory_gib: float
     peak_tflops: float | None = None
-    """Dense bfloat16 rate; None where it is not known."""
+    """Dense bfloat16 rate; None if unknown."""
     memory_gb_per_second: float | None = None
     """Bandwidth of its memory, in 10^9 bytes."""
     link_gb_per_second: float | None = None
@@ -42,12 +43,12 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """GPUs of one kind, one process on each."""
+    """GPUs of one kind, with one process on each."""
 
     gpu: Gpu
     gpus: int
     nodes: int
-    """Computers that they are in."""
+    """Number of computers that hold the GPUs."""
 
     @property
     def usable_bytes(self) -> int:
@@ -56,7 +57,7 @@ class Machine:
 
     @property
     def link_gb_per_second(self) -> float | None:
-        """Bandwidth between two of the GPUs, one direction; None where it is that of a network between nodes."""
+        """Bandwidth between two of the GPUs in one direction; None if a network connects them (several nodes)."""
         return self.gpu.link_gb_per_second if self.nodes == 1 else None
 
 
@@ -85,9 +86,9 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def machine_of(settings: Plan, cluster: Cluster, device: str) -> Machine:
-    """The machine of `plan.gpus` and `plan.gpu`, or this one and its cluster where they are not set.
+    """The machine that `plan.gpus` and `plan.gpu` name, or else this one and its cluster.
 
-    `device` is that of the run (`model.device`).
+    `device` is the run's device (`model.device`).
     """
     return Machine(
         gpu=GPUS.get(settings.gpu or "") or _this_machine(settings.gpu or device),
@@ -106,7 +107,7 @@ def _this_machine(device: str) -> Gpu:
 
 
 def _is_named(gpu: Gpu, cuda_name: str, memory_bytes: int) -> bool:
-    """True if CUDA's name of a device ("NVIDIA A100-SXM4-80GB") and its memory are this GPU's."""
+    """True if CUDA's device name ("NVIDIA A100-SXM4-80GB") and memory size match this GPU."""
     product = gpu.name.partition("-")[0]
     words = cuda_name.lower().replace("rtx ", "rtx").replace("-", " ").split()
     return product in words and abs(memory_bytes / GIB / gpu.memory_gib - 1) < 0.1

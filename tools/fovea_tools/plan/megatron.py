@@ -1,10 +1,10 @@
 """Memory of a GPU under `train.backend=megatron`: its slice of the model, its optimizer's states, and an update's peak.
 
-Layers are split over the tensor axis and divided into stages, experts are dealt out whole, the vision tower is whole on
-each GPU of the first stage. Gradients are summed up in float32 buffers that are there from the start, float32 weights
-and moments are sharded over the shares (`train.megatron.optimizer`). Activations are counted as in
-`tools.plan.activations`, of Transformer Engine's layers on CUDA (a fused norm keeps its input and output, a fused
-SwiGLU its input), on a CPU of layers in plain torch.
+Layers are split over the tensor axis and divided into pipeline stages, experts are distributed whole, and each GPU of
+the first stage holds the whole vision tower. Gradients are summed in float32 buffers that are allocated at the start;
+float32 weights and moments are sharded over the shares (`train.megatron.optimizer`). Activations are counted as in
+`plan.activations`: on CUDA for Transformer Engine's layers (a fused norm saves its input and output, a fused SwiGLU its
+input), on a CPU for layers in plain torch.
 
 Sizes are bytes unless a name says otherwise.
 """
@@ -41,12 +41,12 @@ from fovea_tools.plan.workload import Roles, RowShape, Workload
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Numbers of parameters on one GPU."""
+    """Parameter counts of one GPU."""
 
     total: int = 0
     trainable: int = 0
     trained_experts: int = 0
-    """Trained parameters of experts, which are sharded over other GPUs than the rest."""
+    """Trained parameters of experts, which are sharded over different GPUs than the rest."""
 
     def __add__(self, other: Slice) -> Slice:
         return Slice(
@@ -55,14 +55,14 @@ class Slice:
 
 
 def backend_of(config: Config) -> MegatronBackend:
-    """Settings of the backend, which the caller knows to be Megatron."""
+    """Settings of the Megatron backend, for a caller that knows that the run uses it."""
     backend = config.train.backend
     assert isinstance(backend, MegatronBackend), backend.name
     return backend
 
 
 def held_states(config: Config, sizes: ModelSizes, roles: Roles, numerics: Numerics) -> States:
-    """Bytes that a GPU of a stage holds in all phases, without its engine."""
+    """Bytes that a GPU of a pipeline stage holds in all phases, without its engine."""
     backend, mine = backend_of(config), slice_of(config, sizes, roles)
     dense = FLOAT * optimizer_numbers(numerics) * (mine.trainable - mine.trained_experts) // roles.shares
     of_experts = roles.trainers // (roles.stages * backend.expert_parallel_size)
@@ -82,12 +82,12 @@ def states_of_trainer(config: Config, sizes: ModelSizes, roles: Roles, numerics:
 
 
 def optimizer_numbers(numerics: Numerics) -> int:
-    """Float32 numbers of a trained weight: moments, and beside weights of 16 bits the weight itself."""
+    """Float32 numbers that the optimizer holds per trained weight: the moments, and a copy of a 16-bit weight."""
     return MOMENTS + (numerics.width < FLOAT)
 
 
 def slice_of(config: Config, sizes: ModelSizes, roles: Roles) -> Slice:
-    """The parameters of a GPU of this stage."""
+    """Parameter counts of a GPU of this stage."""
     return sum(_parts(config, sizes, roles), Slice())
 
 
@@ -99,7 +99,7 @@ def _parts(config: Config, sizes: ModelSizes, roles: Roles) -> Iterator[Slice]:
         yield _layer(config, sizes, layer)
     (root,) = sizes.of("root")
     matrix = sizes.vocabulary * sizes.width
-    # a tied head of another stage is a copy
+    # a tied head in another stage is a copy of the embedding
     split = [roles.stage == 0, roles.stage == last and not (sizes.tied and last == 0)]
     for is_here in split:
         yield Slice(matrix // tensor, matrix // tensor * sizes.head_trains) if is_here else Slice()
@@ -112,7 +112,7 @@ def _parts(config: Config, sizes: ModelSizes, roles: Roles) -> Iterator[Slice]:
 
 
 def _layer(config: Config, sizes: ModelSizes, layer: Unit) -> Slice:
-    """A decoder layer: matrices split, experts dealt out, norms and router whole."""
+    """The slice of a decoder layer: matrices are split, experts are distributed, norms and the router are whole."""
     backend, shape = backend_of(config), sizes.decoder
     experts = expert_weights(sizes) // shape.num_layers
     whole = 2 * sizes.width + (2 * shape.head_dim if norms_heads(sizes) else 0)
@@ -122,16 +122,16 @@ def _layer(config: Config, sizes: ModelSizes, layer: Unit) -> Slice:
     mine = experts // backend.expert_parallel_size
     if config.model.lora is not None:
         return Slice(matrices + whole + mine, layer.trainable // backend.tensor_parallel_size)
-    frozen = layer.total - layer.trainable  # the router, where it is
+    frozen = layer.total - layer.trainable  # the router, if it is frozen
     return Slice(matrices + whole + mine, matrices + whole - frozen + mine, mine)
 
 
 def update_peak(config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics) -> Bytes:
-    """Bytes by part, without those that are held in all phases, at the peak of an update."""
-    # one forward, one backward: a stage holds a micro-batch for itself and for each stage behind it
+    """Bytes by part at the peak of an update, without those that are held in all phases."""
+    # 1F1B schedule: a stage holds the activations of one micro-batch for itself and of one for each later stage
     in_flight = min(roles.stages - roles.stage, work.rows_per_minibatch)
     peaks = [_row_peak(config, sizes, row, roles, numerics, in_flight) for row in work.distinct_rows]
-    # offloaded states come back for the optimizer's step, when no activations are left
+    # offloaded states return to the GPU for the optimizer's step, when no activations are left
     step = held_states(config, sizes, roles, numerics).on_host
     return max(*peaks, step, key=lambda peak: peak.total())
 
@@ -147,7 +147,7 @@ def _row_peak(
 
 
 def row_stages(config: Config, sizes: ModelSizes, row: RowShape, roles: Roles, numerics: Numerics) -> list[PassStage]:
-    """The modules of a pipeline stage in the order of their forward pass; gradients have buffers elsewhere."""
+    """The modules of a pipeline stage in the order of their forward pass; `held_states` counts their gradients."""
     how, layer = config.train.gradient_checkpointing, layer_bytes(config, sizes, row, numerics)
     layers = [stage_of(how, ACTIVATIONS, layer, gradient=0)] * (sizes.decoder.num_layers // roles.stages)
     before = _first_stage(sizes, row, numerics) if roles.stage == 0 else []
@@ -156,13 +156,13 @@ def row_stages(config: Config, sizes: ModelSizes, row: RowShape, roles: Roles, n
 
 
 def _first_stage(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> list[PassStage]:
-    """Embedding and tower; of a frozen one, features are not cached."""
+    """The stages of the embedding and the vision tower; features of a frozen tower are not cached."""
     stream = row.tokens * sizes.width * numerics.width
     embedding = PassStage(part=ACTIVATIONS, saved=0, forward=2 * stream, backward=stream)
     if not sizes.trains_vision:
         encoding = encoding_bytes(sizes, row.patches, numerics) if row.patches else 0
         return [embedding, PassStage(part=VISION, saved=0, forward=encoding)]
-    # only decoder layers are computed again
+    # only decoder layers are recomputed
     tower = tower_stages("none", sizes, row.patches, numerics)
     return [embedding, *(replace(stage, gradient=0) for stage in tower)]
 
@@ -171,16 +171,17 @@ def layer_bytes(config: Config, sizes: ModelSizes, row: RowShape, numerics: Nume
     """Bytes of a decoder layer on one GPU."""
     backend, shape, width, mlp = backend_of(config), sizes.decoder, numerics.width, mlp_numbers(sizes)
     tensor = backend.tensor_parallel_size
-    # between split layers, each GPU has all tokens or a part of them
+    # between the split layers, each GPU holds all tokens, or a part of them with sequence parallelism
     outside = row.tokens // tensor if backend.sequence_parallel else row.tokens
     queries, keys = (heads * shape.head_dim // tensor for heads in (shape.num_heads, shape.num_kv_heads))
     norm = (2 if numerics.cuda else 3) * sizes.width * width
-    # the joined projection, of which values are a view, both rotated, cosines and sines of both, and the output
+    # the joined projection (values are a view of it), rotated queries and keys, cosines and sines of both, and the
+    # output
     heads = (queries + 2 * keys + queries + keys + 4 * shape.head_dim + queries) * width
     if norms_heads(sizes) and not numerics.cuda:
         heads += (queries + keys) * (FLOAT + width)
     if not numerics.cuda:
-        # keys and values for each query head, and the rows' outputs joined
+        # keys and values repeated for each query head, and the joined outputs of the rows
         heads += 3 * queries * width
     tokens_of_mlp, parts = (outside, 1) if shape.experts_per_token else (row.tokens, tensor)
     saved_mlp = mlp.saved - (_inner(sizes) if numerics.cuda else 0)
@@ -190,27 +191,27 @@ def layer_bytes(config: Config, sizes: ModelSizes, row: RowShape, numerics: Nume
         entry=outside * sizes.width * width,
         saved=saved,
         backward=max(backward, row.tokens * (2 * queries + 2 * keys) * width),
-        kept=0,  # `selective` is refused
+        kept=0,  # the backend refuses `selective`
         kept_in_saved=0,
     )
 
 
 def _inner(sizes: ModelSizes) -> int:
-    """Numbers of a token inside of a layer's MLP, of one gate."""
+    """Inner width of a layer's MLP, summed over the experts of a token."""
     active = sizes.decoder.experts_per_token
     return active * int(sizes.text.moe_intermediate_size) if active else int(sizes.text.intermediate_size)
 
 
 def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> PassStage:
-    """The last norm, and log-probs over this GPU's slice of the vocabulary (`train.megatron.sharded_logprobs`)."""
+    """The stage of the last norm and of log-probs over a vocabulary slice (`train.megatron.sharded_logprobs`)."""
     backend, width = backend_of(config), numerics.width
     chunk = min(row.actions, max(1, int(backend.logits_mib * 2**20 / (FLOAT * sizes.vocabulary))))
     block = chunk * sizes.vocabulary // backend.tensor_parallel_size
-    # Megatron hands out the last stage's states in float32
+    # Megatron returns the hidden states of the last stage in float32
     states = row.tokens * sizes.width * FLOAT
     saved = row.tokens * sizes.width * width * (2 if width < FLOAT else 1) + row.actions * sizes.width * width
     of_weight = sizes.vocabulary * sizes.width // backend.tensor_parallel_size * FLOAT if sizes.head_trains else 0
-    # logits in the type of the weights become float32, and probabilities are made beside them
+    # logits in the weights' dtype are converted to float32, and probabilities are another tensor
     logits = (2 * FLOAT + (width if width < FLOAT else 0)) * block
     if chunk == row.actions:
         backward = states + max(FLOAT * block, of_weight)

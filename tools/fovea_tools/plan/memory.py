@@ -34,13 +34,13 @@ from fovea_tools.plan.workload import Roles, RowShape, Workload
 def update_peak(
     config: Config, sizes: ModelSizes, work: Workload, ranks: int, numerics: Numerics, recorded: Recorded
 ) -> Bytes:
-    """Bytes by part, without those that are held in all phases, at the peak of an update."""
-    # all ranks have as many rows; gradients of the first are still there in the second
+    """Bytes by part at the peak of an update, without those that are held in all phases."""
+    # all ranks have the same number of rows; the second row's pass finds the gradients of the first
     gradients_held = work.rows_per_minibatch > 1
     held = _held_gradients(config, sizes, ranks, numerics)
 
     def row_peak(row: RowShape, of: str) -> Bytes:
-        # a separate critic encodes images by a separate tower, and makes no logits
+        # a separate critic encodes images with its own tower and computes no logits
         encodes = of == CRITIC or not recorded.vision_graph
         stages = _on_ranks(row_stages(config, sizes, row, numerics, encodes=encodes), config, ranks, numerics)
         return peak_of(stages[:-1] if of == CRITIC else stages, gradients_part=of, gradients_held=gradients_held)
@@ -49,35 +49,35 @@ def update_peak(
     if states.has_own_critic(config):
         if gradients_held:
             peaks = [Counter({CRITIC: held[CRITIC]}) + peak for peak in peaks]
-        # after the policy's backward pass, whose gradients stay
+        # the critic's backward pass runs after the policy's, whose gradients stay in memory
         peaks += [Counter({GRADIENTS: held[GRADIENTS]}) + row_peak(row, CRITIC) for row in work.distinct_rows]
     if recorded.vision_graph:
         peaks.append(_graph_peak(config, sizes, work, numerics))
     peak: Bytes = max(peaks, key=lambda peak: peak.total()) + recorded.bytes
     peak[GATHERED] += states.gathered_bytes(sizes, ranks, numerics)
-    # the optimizer's step needs only gradients, which are more than the peak's where most of them were yet to come
+    # the optimizer's step needs only gradients; they exceed the peak if most did not exist yet at that moment
     return max(peak, held, key=lambda moment: moment.total())
 
 
 def _held_gradients(config: Config, sizes: ModelSizes, ranks: int, numerics: Numerics) -> Bytes:
-    """Gradients between two micro-batches, and before the optimizer's step."""
+    """Bytes of the gradients that are held between micro-batches and before the optimizer's step."""
     critic = states.critic_trainable(sizes) if states.has_own_critic(config) else 0
     numbers = {GRADIENTS: sizes.trainable, CRITIC: critic}
     return Counter({part: states.gradient_bytes(config, count, ranks, numerics) for part, count in numbers.items()})
 
 
 def _graph_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> Bytes:
-    """The backward pass through the vision graph, whose activations are recorded, after those of all rows."""
+    """Bytes of the backward pass through the recorded vision graph, which runs after those of all rows."""
     patches = work.rank_prompts * work.lengths.images * work.lengths.patches
     stages = tower_stages(config.train.gradient_checkpointing, sizes, min(patches, PASS_PATCHES), numerics)
     return Counter({VISION: max(stage.backward for stage in stages), GRADIENTS: FLOAT * sizes.trainable})
 
 
 def _on_ranks(stages: Sequence[PassStage], config: Config, ranks: int, numerics: Numerics) -> list[PassStage]:
-    """The stages of a whole row on so many ranks, where the first and the last are FSDP2's root.
+    """The stages of a packed row on several ranks; the first and the last stage are FSDP2's root.
 
-    Gradients are whole and in the type of the weights until they are reduce-scattered: after the backward pass of
-    their layer or block, and those of the root after the whole backward pass.
+    Gradients are whole, in the weights' dtype, until they are reduce-scattered: those of a layer or block after its
+    backward pass, those of the root after the whole backward pass.
     """
     if ranks == 1:
         return list(stages)
@@ -99,7 +99,7 @@ def _on_rank(stage: PassStage, config: Config, ranks: int, numerics: Numerics, *
 def row_stages(
     config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics, *, encodes: bool = True
 ) -> list[PassStage]:
-    """The stages of a packed row in the order of its forward pass; `encodes` its images, if the tower is trained."""
+    """The stages of a packed row in the order of its forward pass; `encodes` adds those of a trained vision tower."""
     tower = tower_stages(config.train.gradient_checkpointing, sizes, row.patches, numerics) if encodes else []
     features = PassStage(part=VISION, saved=0, forward=row.visual_tokens * sizes.width * numerics.width)
     return [
@@ -112,9 +112,9 @@ def row_stages(
 
 
 SizedTo: TypeAlias = str
-"""Decider of the size of a key-value cache, in words."""
-LEFT_BY_UPDATE = "all that the update leaves, so that it stays in memory"
-FREE_IN_ROLLOUT = f"{POOL_FRAC:.0%} of what is free in the rollout"
+"""Words for what decides the size of a key-value cache."""
+LEFT_BY_UPDATE = "all memory that the update leaves free, so it can stay allocated"
+FREE_IN_ROLLOUT = f"{POOL_FRAC:.0%} of the memory that is free in the rollout"
 BUCKET, WHOLE = "weights on their way", "weights made whole"
 
 
@@ -139,9 +139,9 @@ def phases_of(
     room: ServingRoom | None,
     usable_bytes: int,
 ) -> tuple[PhaseMemory, ...]:
-    """The memory of a process in each phase of a step, after the first step; `room` is that of its engine.
+    """Memory of a process in each phase of a step after the first; `room` describes a serving engine.
 
-    Where GPUs train or generate and never both, each phase is that of its own GPUs.
+    With separate GPUs for training and generation, each phase describes its own GPUs.
     """
     if not isinstance(config.rollout.engine, EmbeddedSettings):
         return _with_own_weights(config, sizes, work, roles, numerics, room)
@@ -156,12 +156,12 @@ def phases_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AroundPool:
-    """Memory of a process with the embedded engine, without its key-value cache."""
+    """Memory of a process with the embedded engine, without the key-value cache."""
 
     rollout: Bytes
     """Memory in use when a rollout begins."""
     update: Bytes
-    """The peak of the update."""
+    """Memory at the peak of the update."""
     sync: Bytes
     """Memory in use during a weight sync under Megatron; other backends send tensors one by one."""
     recorded: Recorded
@@ -170,18 +170,18 @@ class AroundPool:
 
     @property
     def while_asleep(self) -> int:
-        """Most bytes while the engine sleeps."""
+        """Peak bytes while the engine sleeps."""
         return max(self.update.total(), self.sync.total())
 
 
 def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics) -> AroundPool:
     features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
     policy = megatron.states_of_trainer(config, sizes, roles, numerics).on_device + features
-    # the policy's tensors are in other processes, or sharded, so that an engine cannot use them
+    # the engine needs its own weights where the policy's tensors are sharded or in other processes
     width = 0 if roles.shares_tensors else numerics.width
     engine = Counter({ENGINE: sizes.parameters * width})
-    # while it sleeps it keeps the weights that no weight sync brings, and copies of the others where they fit; under
-    # Megatron it keeps all
+    # a sleeping engine keeps the weights that a weight sync does not send, and copies of the others where they fit;
+    # under Megatron it keeps all of its weights
     copied = 0 if roles.is_divided else sizes.trainable * width
     asleep = Counter({ENGINE: sizes.parameters * width - copied})
     recorded = (
@@ -196,16 +196,16 @@ def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles
 
 
 def _made_whole(sizes: ModelSizes, numerics: Numerics) -> Bytes:
-    """Tensors of a weight sync that Megatron makes, all before the first is sent."""
+    """Bytes of the full tensors that Megatron gathers for a weight sync, all before the first is sent."""
     return Counter({WHOLE: sizes.parameters * numerics.width})
 
 
 def sized_by_memory(
     config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics, usable_bytes: int
 ) -> tuple[Config, SizedTo | None]:
-    """The settings with the tokens that an embedded engine's cache has on such a GPU, and what decides them.
+    """The settings with the size of the embedded engine's cache on such a GPU, and what decides that size.
 
-    None for engines whose pool `serving_room` sizes.
+    Unchanged settings and None for an engine whose pool `serving_room` sizes.
     """
     engine = config.rollout.engine
     if not isinstance(engine, EmbeddedSettings):
@@ -219,7 +219,8 @@ def sized_by_memory(
     free = default_bytes(max(0, usable_bytes - around.rollout.total()), beside_update)
     tokens, fewest = free // token_bytes(sizes, numerics), prompt_demand(config, work.lengths)
     if tokens < fewest:
-        # an engine refuses a prompt that does not fit: planned for it, the pool is what does not fit the GPU
+        # an engine refuses a prompt that does not fit its cache, so plan room for one: then the pool does not fit the
+        # GPU
         return with_batch_tokens(config, fewest), "one prompt with its completions"
     return with_batch_tokens(config, tokens), LEFT_BY_UPDATE if free == beside_update else FREE_IN_ROLLOUT
 
@@ -227,16 +228,16 @@ def sized_by_memory(
 def _with_own_weights(
     config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics, room: ServingRoom | None
 ) -> tuple[PhaseMemory, ...]:
-    """The phases with an engine that sleeps during the update, on a GPU, and gets a weight sync after it."""
+    """The phases with a serving engine, which on a GPU sleeps during the update and then receives a weight sync."""
     features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
     policy = megatron.states_of_trainer(config, sizes, roles, numerics).on_device + features
     update = policy + _update_peak(config, sizes, work, roles, numerics, Recorded())
     engine: Bytes = Counter() if room is None else room.bytes
-    # tensors that have come and are not loaded yet: a bucket, with the tensor that filled it, at most the embedding
+    # tensors that are received and not loaded yet: a bucket and the last tensor added to it, at most the embedding
     bucket = Counter({BUCKET: BUCKET_BYTES + sizes.vocabulary * sizes.width * numerics.width})
     if roles.apart:
         return _phase("rollout", engine), _phase("update", update), _phase("weight_sync", engine + bucket)
-    # the pool of the cache comes back when the engine wakes, after the weight sync
+    # the cache's pool is allocated again when the engine wakes, after the weight sync
     synced = engine if not numerics.cuda else Counter({ENGINE: engine[ENGINE]})
     asleep: Bytes = Counter() if numerics.cuda else engine
     return (
@@ -261,7 +262,7 @@ def _phase(name: str, held: Bytes) -> PhaseMemory:
 
 
 def _cached_features(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> int:
-    """Features of a frozen tower that stay in memory for the whole run."""
+    """Bytes of a frozen tower's features that stay in memory for the whole run."""
     if config.model.trains_vision or isinstance(config.train.backend, MegatronBackend):
         return 0
     limit = int(config.model.feature_cache_gib * 2**30)

@@ -1,6 +1,7 @@
-"""Sizes of a model, only from its config: no weights are read, and no memory is taken for any.
+"""Sizes of a model, computed from its config without reading or allocating any weights.
 
-The network is made on torch's meta device, frozen and given adapters as a run does it, and its parameters are counted.
+The network is built on torch's meta device, with the frozen weights and adapters that it has in a run, and its
+parameters are counted.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from fovea.utils.config_keys import check_config_keys
 from fovea_gym.errors import ConfigError
 
 ANY_SIZE = ("pixtral", "glm4v_vision", "glm4v_moe_vision")
-"""Towers of named families that take images of any size, not batches of tiles."""
+"""Towers of named families that accept images of any size, rather than batches of tiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Parameters that are gathered, and whose gradients are reduced, together: a layer, a block, or the rest."""
+    """Parameters that FSDP2 gathers and reduces together: a layer, a block, or the rest."""
 
     part: str
-    """`language`, `vision` or `root` (embedding, head, last norm, and what of the tower is in no block)."""
+    """`language`, `vision` or `root` (embedding, head, last norm, and weights of the tower outside its blocks)."""
     total: int
     trainable: int
 
@@ -55,15 +56,15 @@ class ModelSizes:
     """transformers' config of the vision tower."""
     decoder: DecoderShape
     norms_outputs: bool
-    """True if the outputs of attention and MLP have norms."""
+    """True if the outputs of attention and MLP are normalised."""
     units: tuple[Unit, ...]
     head_trains: bool
     """True if the language-model head has a gradient."""
     tied: bool
-    """True if the head is the embedding."""
+    """True if the head shares the embedding's weight."""
     trains_vision: bool
     language_weights: int
-    """Numbers in the matrices of the decoder layers and the head, which a decode step reads."""
+    """Number of weights in the decoder layers and the head, all of which a decode step reads."""
 
     @property
     def parameters(self) -> int:
@@ -79,17 +80,17 @@ class ModelSizes:
 
     @property
     def patch_px(self) -> int:
-        """Pixels along a side of a patch."""
+        """Side of a patch in pixels."""
         side = self.vision.patch_size
         return int(side if isinstance(side, int) else side[0])
 
     @property
     def merged_side(self) -> int:
-        """Patches along a side of a visual token."""
+        """Side of a visual token in patches."""
         return math.isqrt(int(patches_per_token(self.family.config)))
 
     def grid(self, visual_tokens: int) -> tuple[int, int, int]:
-        """Patches in tiles, height and width of images as square as it gets, with at least so many visual tokens."""
+        """Tiles, and height and width in patches, of a squarish image with at least this many visual tokens."""
         if isinstance(self.family, NamedFamily) and self.vision.model_type not in ANY_SIZE:
             size = self.vision.image_size
             side = int(size if isinstance(size, int) else size[0]) // self.patch_px
@@ -108,19 +109,19 @@ class ModelSizes:
 
 
 def model_sizes(config: Config) -> ModelSizes:
-    """Sizes of the model of these settings; ModelError where its config.json cannot be found."""
+    """Sizes of the model that these settings name; ModelError if its config.json cannot be found."""
     loaded = _config_of(config.model)
     family = family_of(loaded, config.model.name)
     if not isinstance(family, QwenVL | NamedFamily):
         raise ConfigError(
-            f"{config.model.name} is a {family.model_type}, whose tower's memory `fovea plan` does not know; name "
-            "a model with a fast path in model.path (docs/models.md)"
+            f"{config.model.name} is a {family.model_type} model, and `fovea plan` cannot estimate the memory of its "
+            "vision tower; set model.path to a model with a fast path (docs/models.md)"
         )
     if config.model.fast_path == "off" or family.fast_path is None:
         raise ConfigError(
             f"{config.model.name} with model.fast_path={config.model.fast_path} runs transformers' own forward, whose "
-            "memory `fovea plan` does not know; set model.fast_path=auto, or name a model with a fast path in "
-            "model.path (docs/models.md)"
+            "memory `fovea plan` cannot estimate; set model.fast_path=auto, or set model.path to a model with a fast "
+            "path (docs/models.md)"
         )
     network = _on_meta(loaded, config.model)
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
@@ -146,7 +147,7 @@ def _config_of(settings: Model) -> Any:
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelError(
-            f"model.path={path}: the folder has no config.json, the only file of a model that a plan reads"
+            f"model.path={path}: the folder has no config.json; add this file, the only one that `fovea plan` reads"
         )
     if folder.is_dir():
         with damaged_model(path):
@@ -159,8 +160,8 @@ def _config_of(settings: Model) -> Any:
     except (OSError, ValueError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"model.path={path}: its config.json is not in the local cache, and the hub does not give it ({first_line})"
-            "; give a folder that holds this file, the only one of a model that a plan reads"
+            f"model.path={path}: its config.json is neither in the local cache nor available from the hub "
+            f"({first_line}); set model.path to a folder with this file, the only one that `fovea plan` reads"
         ) from error
 
 
@@ -172,7 +173,7 @@ def _on_meta(loaded: Any, settings: Model) -> Any:
 
 
 def _units(network: Any) -> Iterable[Unit]:
-    """The units of FSDP2 as `train.torch.sharding.shard` makes them: decoder layers, vision blocks, the root."""
+    """FSDP2's units as `train.torch.sharding.shard` wraps them: decoder layers, vision blocks, and the root."""
     layers = list(language_model(network).layers)
     lists = [each for module in vision_modules(network) for each in module.modules() if isinstance(each, nn.ModuleList)]
     blocks = [block for each in lists for block in each]

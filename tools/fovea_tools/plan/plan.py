@@ -1,4 +1,4 @@
-"""The plan of a recipe on a machine: memory of a GPU by part, work and seconds of a step, and what to change."""
+"""The plan of a recipe on a machine: memory of a GPU by part, work and seconds of a step, and settings to change."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from fovea_tools.plan.workload import Lengths, Roles, Workload, roles_of, worklo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Memory, work and traffic of one step, for each GPU alike."""
+    """Memory, work and traffic of one step on each GPU."""
 
     model: str
     parameters: int
     trainable: int
     is_tiny: bool
-    """True for a tiny model, whose vocabulary may turn out smaller than the limit that is planned."""
+    """True for a tiny model, whose vocabulary may turn out smaller than the planned limit."""
     machine: Machine
     lengths: Lengths
     microbatches: int
     """Packed rows of a rank in a step."""
     phases: tuple[PhaseMemory, ...]
     on_host: Mapping[str, int]
-    """Bytes by part that a GPU's process holds in the host's memory, for `cpu_offload` or `optimizer_offload`."""
+    """Bytes by part that a GPU's process holds in host memory, for `cpu_offload` or `optimizer_offload`."""
     room: ServingRoom | None
-    """Memory of an engine that holds its own weights; None for the embedded one, and for servers."""
+    """Memory of an engine that holds its own weights; None for the embedded engine and for external servers."""
     batch_tokens: int | None
     """Tokens of the embedded engine's key-value cache; None for other engines."""
     cache_sized_to: SizedTo | None
-    """Decider of the size of the key-value cache; None where servers elsewhere generate."""
+    """The setting or rule that decides the size of the key-value cache; None if external servers generate."""
     rows: int | None
-    """Completions that an engine decodes at once on average; None where servers elsewhere generate."""
+    """Average number of completions that an engine decodes at once; None if external servers generate."""
     received_bytes: int
     """Bytes that a training GPU receives from others in a step."""
     compute: tuple[Compute, ...]
@@ -59,13 +59,13 @@ class RunPlan:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that it takes beyond what a GPU has, and that the engine's cache lacks for one conversation."""
+        """Bytes beyond the memory of a GPU, plus those that the engine's cache lacks for one conversation."""
         too_much = max(0, self.peak.total - self.machine.usable_bytes)
         return too_much + (0 if self.room is None else self.room.missing_bytes)
 
     @property
     def link_seconds(self) -> float | None:
-        """Seconds of the traffic at the link's rate, if nothing hides it; None where that rate is not known."""
+        """Seconds of the traffic at the link's rate without overlap; None if that rate is unknown."""
         rate = self.machine.link_gb_per_second
         return None if rate is None else self.received_bytes / (rate * GIGA)
 
@@ -74,18 +74,18 @@ class RunPlan:
         return not self.missing_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, sizes in bytes."""
+        """The plan as JSON values, with sizes in bytes."""
         return asdict(self) | {"fits": self.fits, "usable_bytes": self.machine.usable_bytes}
 
 
 def make_plan(config: Config, sizes: ModelSizes | None = None, machine: Machine | None = None) -> RunPlan:
-    """Plan a step of these settings, on the machine that they name unless another is given.
+    """Plan a step of these settings, on the given machine or on the one that the settings name.
 
-    `sizes` are those of the model, read from its config if not given. Of Megatron's pipeline stages, it is the plan of
-    the one whose GPUs hold most.
+    `sizes` are the model's, and are read from its config by default. With Megatron's pipeline stages, the plan
+    describes the stage whose GPUs hold most.
 
-    ModelError where the config cannot be read, TrainError where a completion does not fit a micro-batch, ConfigError
-    where Megatron cannot divide the model or the GPUs so.
+    Raises ModelError if the config cannot be read, TrainError if a completion does not fit a micro-batch, and
+    ConfigError if Megatron cannot divide the model or the GPUs as set.
     """
     machine = machine_of(config.plan, config.cluster, config.model.device) if machine is None else machine
     sizes = model_sizes(config) if sizes is None else sizes
@@ -123,10 +123,10 @@ def _of_stage(config: Config, sizes: ModelSizes, machine: Machine, roles: Roles,
 
 STEP_TOKENS = 1024
 SHARES = tuple(each / 20 for each in range(2, 20))
-"""Shares of a GPU that an engine may be given."""
+"""Shares of a GPU that the advice tries for an engine."""
 MOST_GPUS = 512
 TENSOR_SIZES = (2, 4, 8)
-"""GPUs of a machine that a layer may be split over."""
+"""Tensor-parallel sizes that the advice tries."""
 
 
 Settings: TypeAlias = Mapping[str, Any]
@@ -134,11 +134,11 @@ Settings: TypeAlias = Mapping[str, Any]
 
 
 Change: TypeAlias = Sequence[Settings]
-"""Settings that change together: the values to try, cheapest first."""
+"""Alternatives for one change, cheapest first; each sets one or more settings."""
 
 
 def _values(key: str, values: Iterable[Any]) -> Change:
-    """A change of one setting."""
+    """A change that tries several values of one setting."""
     return [{key: value} for value in values]
 
 
@@ -147,20 +147,20 @@ class Advice:
     """Settings with which the plan fits."""
 
     settings: tuple[str, ...]
-    """As they are written on the command line."""
+    """`key=value`, as on the command line."""
     gib: float
-    """Peak of a GPU with them."""
+    """Peak memory of a GPU with these settings."""
 
 
 def advice_for(config: Config) -> list[Advice]:
-    """Changes that suffice by themselves, each in its mildest form; else the changes that suffice together.
+    """Single changes that make the plan fit, each in its mildest form; otherwise a combination of changes.
 
-    Empty where nothing here does.
+    Empty if no known change makes it fit.
     """
     sizes: dict[str, ModelSizes] = {}
 
     def plan(changed: Config) -> RunPlan:
-        # what is trained, and thereby the sizes, depends only on the model's settings
+        # the sizes depend only on the model's settings, which also decide what is trained
         model = changed.model.model_dump_json()
         if model not in sizes:
             sizes[model] = model_sizes(changed)
@@ -176,11 +176,11 @@ Planner = Callable[[Config], RunPlan]
 
 
 Try: TypeAlias = tuple[Settings, Config, RunPlan]
-"""One try of a change, all settings with it, and their plan."""
+"""One alternative of a change, the whole config with it, and the plan of that config."""
 
 
 def _tries(config: Config, change: Change, plan: Planner) -> Iterator[Try]:
-    """The tries of a change in their order, without those that contradict the other settings."""
+    """The alternatives of a change in order, without those that contradict the other settings."""
     for settings in change:
         try:
             changed = with_settings(config, settings)
@@ -191,15 +191,15 @@ def _tries(config: Config, change: Change, plan: Planner) -> Iterator[Try]:
 
 
 def _mildest(config: Config, change: Change, plan: Planner) -> Advice | None:
-    """The first try with which the plan fits."""
+    """The first alternative whose plan fits."""
     tries = _tries(config, change, plan)
     return next((_advice(settings, planned) for settings, _, planned in tries if planned.fits), None)
 
 
 def _together(config: Config, planned: RunPlan, changes: Sequence[Change], plan: Planner) -> list[Advice]:
-    """Changes in their order, each with the try that saves most, until the mildest try of one makes the plan fit."""
+    """Apply the changes in order, each with the alternative that saves most, until the plan fits."""
     made: dict[str, Any] = {}
-    # twice: while the update's peak is the larger one, what saves memory in the rollout saves nothing
+    # go through them twice: while the update has the higher peak, saving memory in the rollout changes nothing
     for change in [*changes, *changes]:
         tries = list(_tries(config, change, plan))
         for settings, _, tried in tries:
@@ -220,7 +220,7 @@ def _advice(settings: Settings, planned: RunPlan) -> Advice:
 
 
 def changes_for(config: Config, planned: RunPlan) -> Iterator[Change]:
-    """Changes in the order of their price: time first, then what is trained, then more machines."""
+    """Changes in the order of their cost: those that cost time, then those that train less, then more machines."""
     train, model, machine = config.train, config.model, planned.machine
     ways = ("none", "selective", "full")
     yield _values("train.gradient_checkpointing", ways[ways.index(train.gradient_checkpointing) + 1 :])
@@ -248,7 +248,7 @@ def changes_for(config: Config, planned: RunPlan) -> Iterator[Change]:
 
 
 def _divided_further(backend: MegatronBackend) -> Iterator[Change]:
-    """Optimizer states in the host's memory, and layers over more GPUs, with their tokens."""
+    """Changes for Megatron: optimizer states in host memory, and layers and their tokens split over more GPUs."""
     if not backend.optimizer_offload:
         yield _values("train.backend.optimizer_offload", [True])
     place, now = "train.backend", backend.tensor_parallel_size
@@ -257,10 +257,10 @@ def _divided_further(backend: MegatronBackend) -> Iterator[Change]:
 
 
 def _cache(config: Config, planned: RunPlan) -> Change:
-    """A key-value cache of another size."""
+    """The change of the key-value cache's size."""
     engine = config.rollout.engine
     if planned.batch_tokens is not None:
-        # an engine refuses a prompt that does not fit with its completions
+        # an engine refuses a prompt that does not fit the cache together with its completions
         fewest = prompt_demand(config, planned.lengths)
         in_cache = [each for each in _fewer(planned.batch_tokens) if each >= fewest]
         return _values("rollout.engine.max_batch_tokens", in_cache)
@@ -277,7 +277,7 @@ def _cache(config: Config, planned: RunPlan) -> Change:
 
 
 def _apart(config: Config, gpus: int) -> Change:
-    """GPUs that only generate, half of all or fewer, so that none holds shards and an engine's weights."""
+    """Dedicated GPUs for generation, at most half, so that no GPU holds both shards and an engine's weights."""
     if config.cluster.placement == "disaggregated":
         return ()
     shares = [gpus // part for part in (2, 4, 8) if gpus >= part]
@@ -292,13 +292,13 @@ def _smaller_rows(config: Config) -> Change:
 
 
 def _fewer(tokens: int) -> list[int]:
-    """Smaller numbers of tokens, in steps of a sixteenth of the next power of two, and of at least STEP_TOKENS."""
+    """Smaller numbers of tokens, in steps of a sixteenth of the next power of two, but at least STEP_TOKENS."""
     step = max(STEP_TOKENS, (1 << (tokens - 1).bit_length()) // 16)
     return [each for each in range(tokens - tokens % step, 0, -step) if each < tokens]
 
 
 def with_settings(config: Config, settings: Settings) -> Config:
-    """The settings with some of them changed."""
+    """A copy of the config with some settings changed."""
     tree: Tree = {}
     for key, value in settings.items():
         inner = tree

@@ -1,9 +1,9 @@
 """Memory that a process holds through all phases: weights, the optimizer's states, and copies of models.
 
-As "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., arXiv 1910.02054, section
-3.1) counts model states, with the layout of `train.torch.sharding` and `train.torch.optimizer`: on several ranks
-weights, master weights, moments and gradients are sharded; those of a unit are whole until its backward pass has run
-(decision 054).
+Model states are counted as in "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et
+al., arXiv 1910.02054, section 3.1), with the layout of `train.torch.sharding` and `train.torch.optimizer`. On several
+ranks weights, master weights, moments and gradients are sharded; the gradients of a unit are whole until its backward
+pass has run (decision 054).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MOMENTS = 2
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes by part, where they are held in all phases."""
+    """Bytes by part that are held in all phases, on the device and on the host."""
 
     on_device: Bytes
     on_host: Bytes
-    """In the host's memory for `train.backend.cpu_offload`."""
+    """Bytes in host memory, for `train.backend.cpu_offload`."""
 
     def __add__(self, other: States) -> States:
         return States(self.on_device + other.on_device, self.on_host + other.on_host)
@@ -45,14 +45,14 @@ def held_states(config: Config, sizes: ModelSizes, ranks: int, numerics: Numeric
 
 
 def shards_of(config: Config, ranks: int) -> int:
-    """Ranks that share one copy of the weights; `train.backend.replicas` copies are on all of them together."""
+    """Number of ranks that share one copy of the weights; all ranks together hold `train.backend.replicas` copies."""
     return max(1, ranks // config.train.backend.replicas)
 
 
 def _trained(config: Config, sizes: ModelSizes, trainable: int, ranks: int, numerics: Numerics) -> States:
-    """Weights of a model under training and its optimizer's states."""
+    """Bytes of the weights of a model under training, and of its optimizer's states."""
     if ranks == 1:
-        # master weights beside those that are not float32 themselves
+        # weights that are not float32 have float32 master weights
         masters = 0 if numerics.width == FLOAT else 1
         stay = Counter({PARAMETERS: sizes.parameters * numerics.width})
         move = Counter({OPTIMIZER: FLOAT * (MOMENTS + masters) * trainable})
@@ -64,17 +64,17 @@ def _trained(config: Config, sizes: ModelSizes, trainable: int, ranks: int, nume
         move[OPTIMIZER] = FLOAT * MOMENTS * trainable // shards
     if not offloads(config, numerics):
         return States(stay + move, Counter())
-    # the optimizer reads gradients where its states are
+    # the gradients are where the optimizer's states are
     return States(stay, move + Counter({GRADIENTS: FLOAT * trainable // shards_of(config, ranks)}))
 
 
 def offloads(config: Config, numerics: Numerics) -> bool:
-    """True if the optimizer works in the host's memory."""
+    """True if the optimizer runs in host memory."""
     return config.train.backend.cpu_offload and numerics.cuda
 
 
 def gradient_bytes(config: Config, trainable: int, ranks: int, numerics: Numerics) -> int:
-    """Bytes of gradients on the device between micro-batches: all on one rank, else a shard, none if offloaded."""
+    """Bytes of gradients on the device between micro-batches: all on one rank, else a shard; 0 if offloaded."""
     if ranks == 1:
         return FLOAT * trainable
     return 0 if offloads(config, numerics) else FLOAT * trainable // shards_of(config, ranks)
@@ -87,18 +87,16 @@ def has_own_critic(config: Config) -> bool:
 
 
 def critic_trainable(sizes: ModelSizes) -> int:
-    """Trained parameters of a separate critic: those of the policy without an untied head."""
+    """Number of trained parameters of a separate critic: the policy's, without an untied head."""
     head = 0 if sizes.tied else sizes.vocabulary * sizes.width * sizes.head_trains
     return sizes.trainable - head
 
 
 def gathered_bytes(sizes: ModelSizes, ranks: int, numerics: Numerics) -> int:
-    """Most bytes of weights that FSDP2 has gathered at a time, and of the buffer of a layer's reduce-scatter.
+    """Peak bytes of FSDP2's gathered weights and of a layer's reduce-scatter buffer; 0 on one rank.
 
-    0 on one rank.
-
-    The root, which is gathered from its forward pass to the end of its backward pass; the layer that runs, the next
-    one, which is prefetched, and the buffer that one of them is copied from.
+    FSDP2 holds the gathered root from its forward pass to the end of its backward pass, the layer that runs, the next
+    layer, which is prefetched, and the buffer that one of them is copied from.
     """
     if ranks == 1:
         return 0
@@ -117,5 +115,5 @@ def _weights(sizes: ModelSizes, shards: int, trained_width: int, width: int) -> 
 
 
 def _whole_tower(sizes: ModelSizes) -> int:
-    """Parameters of a tower that is not sharded, since it is frozen."""
+    """Number of parameters of a frozen tower, which is not sharded; 0 for a trained tower."""
     return 0 if sizes.trains_vision else sum(unit.total for unit in sizes.of("vision"))

@@ -1,4 +1,4 @@
-"""A plan as lines and a table for people."""
+"""A plan as text and a table for the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN_FRAC = 0.01
 
 
 def plan_tables(plan: RunPlan, advice: Sequence[Advice]) -> Group:
-    """Memory by part and phase, the seconds of a step, and whether it fits."""
+    """Text and tables of memory by part and phase, of the seconds of a step, and of whether the plan fits."""
     return Group(*_parts(plan, advice))
 
 
@@ -49,7 +49,7 @@ def _parts(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[RenderableType]:
 
 
 def _device(plan: RunPlan) -> str:
-    """The name of what holds a process: its GPU, or the process itself on a CPU."""
+    """The word for the place of a process: its GPU, or the process itself on a CPU."""
     return "GPU" if plan.machine.gpu.is_cuda else "process"
 
 
@@ -75,19 +75,19 @@ def _memory(plan: RunPlan) -> Table:
 
 
 def _seconds(plan: RunPlan) -> str:
-    """Estimated seconds of a step by phase, and their source where that is not a data sheet."""
+    """Estimated seconds of a step by phase, with their source where it is not a data sheet."""
     gpu = plan.machine.gpu
     if gpu.peak_tflops is None or gpu.memory_gb_per_second is None:
-        return f"no seconds: the rates of {gpu.name} are not known here; name a GPU like it, such as plan.gpu=l40s"
+        return f"no seconds: the speed of {gpu.name} is unknown; set plan.gpu to a similar GPU, such as plan.gpu=l40s"
     known = {each.phase: each.seconds for each in plan.compute if each.seconds is not None}
     by_phase = " + ".join(f"{phase} {_number(seconds)}" for phase, seconds in known.items())
     text = f"seconds of a step, estimated: {by_phase} = {_number(sum(known.values()))}"
     if len(known) < len(plan.compute):
-        text += "; none for the rollout, which servers elsewhere make"
+        text += "; without the rollout, which runs on external servers"
     if not gpu.is_cuda:
         return (
-            f"{text}; rough, by a product of matrices ({1000 * gpu.peak_tflops:,.0f} GFLOP/s a process) and a read of "
-            f"memory ({gpu.memory_gb_per_second:,.0f} GB/s) measured now on this CPU"
+            f"{text}; rough, from a matrix product ({1000 * gpu.peak_tflops:,.0f} GFLOP/s per process) and a memory "
+            f"read ({gpu.memory_gb_per_second:,.0f} GB/s) measured now on this CPU"
         )
     if not plan.received_bytes:
         return text
@@ -113,12 +113,12 @@ def _verdict(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[Text]:
         yield Text(f"does not fit: {_gib(total - usable)} GiB too much in the {plan.peak.phase}", style="red")
     if plan.room is not None and plan.room.missing_bytes:
         yield Text(
-            f"does not fit: the key-value cache has room for {plan.room.cache_tokens:,} tokens beside the engine's "
-            f"weights, and one conversation may have {plan.room.longest_tokens:,}",
+            f"does not fit: the key-value cache has room for {plan.room.cache_tokens:,} tokens next to the "
+            f"engine's weights, but one conversation may have {plan.room.longest_tokens:,}",
             style="red",
         )
     if not advice:
-        yield Text("no setting that is known here makes it fit; take larger GPUs (plan.gpu) or a smaller model")
+        yield Text("no known setting makes it fit; use larger GPUs (plan.gpu) or a smaller model")
     for each in advice:
         yield Text(f"  it fits with {' '.join(each.settings)} ({each.gib:.1f} GiB)")
 

@@ -1,6 +1,6 @@
-"""Activations of the vision tower: what autograd keeps of its blocks, which are transformers' own modules.
+"""Activation memory of the vision tower, whose blocks are transformers' own modules.
 
-Axes: `P` patches, `w` width of the tower, `f` of its MLP.
+Axes: `P` patches, `w` width of the tower, `f` width of its MLP.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ class TowerShape:
     mlp_width: int
     heads: int
     wide: int
-    """Numbers as wide as the tower, in the type of the weights."""
+    """Saved vectors per patch as wide as the tower, in the weights' dtype."""
     mlp_wide: int
-    """Numbers as wide as the MLP."""
+    """Saved vectors per patch as wide as the MLP, in the weights' dtype."""
     rms_norms: int
-    """Numbers that RMS norms keep, as wide as the tower."""
+    """Vectors per patch as wide as the tower that RMS norms save."""
     mergers: int
 
 
 def tower_shape(sizes: ModelSizes) -> TowerShape:
-    """The tower of a Qwen-VL or of a named family.
+    """The shape of the tower of a Qwen-VL model or of a named family.
 
-    A block keeps, as wide as the tower: the inputs and outputs of two layer norms, joined queries, keys and values (3)
-    and both rotated ones (2), and the attention's output: 10. Of the MLP: its activation's input and output; a quick
-    GELU keeps a sigmoid besides; a gated one gate, activation, other half and product. Gated towers have RMS norms.
+    Per patch, a block saves ten vectors as wide as the tower: the inputs and outputs of two layer norms (4), joined
+    queries, keys and values (3), rotated queries and keys (2), and the attention's output (1). As wide as its MLP, it
+    saves the activation's input and output; a quick GELU also saves a sigmoid, and a gated MLP saves gate, activation,
+    other half and product. Gated towers have RMS norms.
     """
     vision, kind = sizes.vision, sizes.family.model_type
     mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
@@ -59,9 +60,9 @@ def tower_shape(sizes: ModelSizes) -> TowerShape:
 
 
 def tower_stages(how: Recompute, sizes: ModelSizes, patches: int, numerics: Numerics) -> list[PassStage]:
-    """Stages of the tower on so many patches, in training; empty without patches, or if the tower is frozen.
+    """Stages of the tower in training on this many patches; empty without patches, or if the tower is frozen.
 
-    `how` is `train.gradient_checkpointing` as far as it holds for the tower.
+    `how` is `train.gradient_checkpointing` as it applies to the tower.
     """
     if not patches or not sizes.trains_vision:
         return []
@@ -80,9 +81,9 @@ def block_bytes(tower: TowerShape, patches: int, numerics: Numerics) -> ModuleBy
     """Bytes of one block."""
     numbers = tower.wide * tower.width + tower.mlp_wide * tower.mlp_width
     norms = tower.rms_norms * tower.width * numerics.norm_saves
-    # log-sum-exps of the attention, mean and scale of two norms
+    # log-sum-exps of the attention, and mean and scale of two norms
     statistics = FLOAT * (tower.heads + 4)
-    # gradients of the MLP's numbers less what is freed by then
+    # gradients inside the MLP, less the tensors that are freed by then
     of_mlp, linears = (2, 2) if tower.mlp_wide == 4 else (1, 1)
     return ModuleBytes(
         entry=patches * tower.width * numerics.width,
@@ -95,7 +96,7 @@ def block_bytes(tower: TowerShape, patches: int, numerics: Numerics) -> ModuleBy
 
 
 def encoding_bytes(sizes: ModelSizes, patches: int, numerics: Numerics) -> int:
-    """Most bytes of a pass without gradients: pixels, the stream, and the MLP's numbers or the attention's."""
+    """Peak bytes of a pass without gradients: pixels, the residual stream, and the tensors of the MLP or attention."""
     tower = tower_shape(sizes)
     in_mlp = 2 * tower.width + (3 if tower.mlp_wide == 4 else 2) * tower.mlp_width
     in_attention = 10 * tower.width
@@ -103,18 +104,18 @@ def encoding_bytes(sizes: ModelSizes, patches: int, numerics: Numerics) -> int:
 
 
 def pixel_bytes(sizes: ModelSizes, patches: int, numerics: Numerics) -> int:
-    """Bytes of processed pixels: float32 on the device, beside a copy in 16 bits; on a CPU numpy holds the former."""
+    """Bytes of processed pixels: float32 ones on a GPU (a CPU shares numpy's), and a copy for 16-bit weights."""
     copies = (FLOAT if numerics.cuda else 0) + (numerics.width if numerics.width < FLOAT else 0)
     return patches * pixels_of_patch(sizes) * copies
 
 
 def pixels_of_patch(sizes: ModelSizes) -> int:
-    """Numbers of a patch, of all its frames and channels."""
+    """Number of values in a patch, over all its frames and channels."""
     vision = sizes.vision
     channels = vision.in_channels if hasattr(vision, "in_channels") else vision.num_channels
     return int(channels * getattr(vision, "temporal_patch_size", 1) * sizes.patch_px**2)
 
 
 def feature_bytes(sizes: ModelSizes, visual_tokens: int, numerics: Numerics) -> int:
-    """Bytes of the features of an image: embeddings, and Qwen3-VL's for the first decoder layers."""
+    """Bytes of image features: the embeddings, and Qwen3-VL's features for the first decoder layers."""
     return visual_tokens * sizes.width * numerics.width * tower_shape(sizes).mergers

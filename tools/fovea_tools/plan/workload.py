@@ -1,4 +1,4 @@
-"""The planned step: its groups with the lengths that a plan assumes, cut into packed rows as the trainer cuts them.
+"""The planned step: groups of the assumed lengths, cut into packed rows as the trainer cuts them.
 
 Axes: `L` tokens of a prompt, `T` tokens of a completion.
 """
@@ -27,20 +27,20 @@ BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """Numbers of GPUs by what they do."""
+    """Numbers of GPUs by role."""
 
     trainers: int
     engines: int
     apart: bool
-    """True if the GPUs that train generate nothing."""
+    """True if training and generation have separate GPUs."""
     shares: int
-    """Parts that micro-batches are divided into: GPUs that train, or groups of them with a whole model (Megatron)."""
+    """Parts that micro-batches are divided into: GPUs that train, or groups of GPUs with a whole model (Megatron)."""
     stages: int = 1
-    """Pipeline stages that the layers are divided into."""
+    """Number of pipeline stages."""
     stage: int = 0
-    """The stage of the GPU that is planned."""
+    """Pipeline stage of the planned GPU."""
     is_divided: bool = False
-    """True if Megatron holds the policy, in its own slices that no engine samples with."""
+    """True if Megatron holds the policy, in slices that no engine can sample with."""
 
     @property
     def shares_tensors(self) -> bool:
@@ -49,7 +49,7 @@ class Roles:
 
 
 def roles_of(config: Config, gpus: int) -> Roles:
-    """The roles of so many GPUs; ConfigError where none is left to train, or replicas do not divide those that do."""
+    """The roles of this many GPUs; ConfigError if none is left to train, or `replicas` does not divide the others."""
     cluster = config.cluster
     trainers = gpus - cluster.rollout_gpus
     if trainers < 1:
@@ -73,28 +73,28 @@ class Lengths:
     """Assumed sizes of every prompt and completion."""
 
     prompt_tokens: int
-    """Visual tokens counted."""
+    """Tokens of a prompt, including visual tokens."""
     completion_tokens: int
     images: int
     image_tokens: int
     patches: int
-    """Patches of an image."""
+    """Patches of one image."""
     state_tokens: int = 0
     """Tokens of the cache that take as much memory as a completion's states of delta nets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShape:
-    """Sizes of one packed row, on which its memory depends."""
+    """Sizes of one packed row that decide its memory."""
 
     tokens: int
     actions: int
     predictors: int
-    """Tokens from which actions are predicted: the last layer computes no others after its attention."""
+    """Tokens that predict an action: the last layer computes no others after its attention."""
     block_tokens: int
-    """Tokens of the padded blocks of prompts and completions that attention on a CPU runs on."""
+    """Tokens in the padded blocks of prompts and completions, on which attention runs on a CPU."""
     keys: int
-    """Keys of all segments, those of a prompt once for it and once for each of its completions."""
+    """Keys of all segments; a prompt's keys count once for the prompt and once for each of its completions."""
     patches: int
     visual_tokens: int
 
@@ -105,13 +105,13 @@ class Workload:
 
     lengths: Lengths
     rows: tuple[tuple[RowShape, ...], ...]
-    """Packed rows of the busiest rank, minibatch by minibatch."""
+    """Packed rows of the busiest rank, by minibatch."""
     update_flops: float
     """Model FLOPs of the policy's update on all ranks."""
     images: tuple[PromptImage, ...]
     """The images of one prompt."""
     rank_prompts: int
-    """Prompts that the engine of a rank generates completions for."""
+    """Number of prompts that one engine generates completions for."""
 
     @property
     def distinct_rows(self) -> set[RowShape]:
@@ -123,18 +123,18 @@ class Workload:
 
 
 def lengths_of(config: Config, sizes: ModelSizes) -> Lengths:
-    """The lengths of `plan`, or the limits of the recipe."""
+    """The lengths that the `plan` section sets, or else the recipe's limits."""
     plan = config.plan
     prompt = plan.prompt_tokens or config.data.max_prompt_tokens
     images = plan.images_per_prompt
     token_px = sizes.patch_px * sizes.merged_side
     of_limit = None if config.model.max_pixels is None else config.model.max_pixels // token_px**2
-    # beside an image stands a text, if only of one token
+    # a prompt with images also has text, at least one token
     room = (prompt - 1) // max(images, 1)
     image_tokens = min(plan.image_tokens or of_limit or room, room)
     if images and not image_tokens:
         raise ConfigError(
-            f"plan.prompt_tokens={prompt} holds no visual token of {images} images; raise it, or set "
+            f"plan.prompt_tokens={prompt} has no room for a visual token of each of {images} images; raise it, or set "
             "plan.images_per_prompt=0"
         )
     return Lengths(
@@ -148,7 +148,7 @@ def lengths_of(config: Config, sizes: ModelSizes) -> Lengths:
 
 
 def workload_of(config: Config, sizes: ModelSizes, roles: Roles) -> Workload:
-    """The step of these settings on so many GPUs; TrainError where a group does not fit a micro-batch."""
+    """The step of these settings with these roles; TrainError if a group does not fit a micro-batch."""
     lengths = lengths_of(config, sizes)
     group = _group(lengths, sizes.grid(lengths.image_tokens), config.rollout.samples_per_prompt)
     passes = training_passes(
@@ -160,7 +160,7 @@ def workload_of(config: Config, sizes: ModelSizes, roles: Roles) -> Workload:
     prompts, epochs = config.rollout.prompts_per_step, config.algorithm.ppo_epochs
     bounds = np.linspace(0, prompts, config.algorithm.minibatches + 1).astype(int)
     sizes_of_minibatches = [int(end - start) for start, end in pairwise(bounds)]
-    # groups are alike, and thereby minibatches of a size
+    # all groups are alike, and so are minibatches of the same size
     rows = {size: _rows(config, cost, [group] * size, roles) for size in set(sizes_of_minibatches)}
     return Workload(
         lengths=lengths,
@@ -172,7 +172,7 @@ def workload_of(config: Config, sizes: ModelSizes, roles: Roles) -> Workload:
 
 
 def _rows(config: Config, cost: Cost, groups: Sequence[SampleGroup], roles: Roles) -> tuple[RowShape, ...]:
-    """The rows of the share with the most of them: all shares have as many, some of them dummies."""
+    """The rows of the share with the most rows; the other shares add dummy rows to have as many."""
     train, shares = config.train, roles.shares
     if train.enable_dynamic_batch_size:
         max_tokens = train.max_tokens_per_microbatch
@@ -210,7 +210,7 @@ def _shape(row: RowSlices, roles: Roles) -> RowShape:
 
 
 def _group(lengths: Lengths, grid: tuple[int, int, int], samples: int) -> SampleGroup:
-    """A group of these lengths, without pixels and without sense, of unequal samples: equal ones cost nothing."""
+    """A group of these lengths without pixels and with meaningless tokens; equal samples would be deduplicated."""
     ids_L = np.zeros(lengths.prompt_tokens, np.int64)
     image = PromptImage(key="", tensors={}, num_tokens=lengths.image_tokens, grid=grid)
     prompt = Prompt(token_ids_L=ids_L, unexpanded_ids_U=ids_L, images=(image,) * lengths.images)

@@ -1,4 +1,4 @@
-"""The checks of `fovea doctor --gpu`: what a GPU runs, how right and how fast, and what a recipe would get of it."""
+"""The checks of `fovea doctor --gpu`: correctness and speed of a GPU, and the speed that a recipe can expect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fovea_tools.probe import kernels
 from fovea_tools.probe.rates import Check, CheckFailed, Rates, best_seconds, error_text, measure_rates, ring, run_checks
 
 PROMPTS = 64
-"""Rows of two completions each: enough that rows finish at different times, and that several graphs are captured."""
+"""Number of prompts with two completions each: enough for rows to finish at different times and for several graphs."""
 QUIET = (
     *("warmup=null", "resume=never", "profile=false", "log.progress=false", "log.tensorboard=false"),
     *("environment.train_size=256", "environment.dev_size=8", "environment.test_size=8", "evaluate.dev_size=8"),
@@ -39,11 +39,11 @@ QUIET = (
 )
 COMPARED = ("grad_norm", "entropy", "reward")
 LARGEST_DIFFERENCE = 1e-3
-"""Of a metric relative to that of the CPU, in float32: kernels sum in another order."""
+"""Largest difference of a metric from the CPU's, relative, in float32: kernels sum in another order."""
 
 
 def engine_beside_trainer(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """The parity gate of a tiny model: paged decoding and captured graphs beside the update's packed rows."""
+    """Run the parity gate of a tiny model: paged decoding and captured graphs against the update's packed rows."""
     with TemporaryDirectory(prefix="fovea-doctor-") as folder:
         config = _shapes(folder, device, dtype, f"parity.prompts={PROMPTS}", f"rollout.prompts_per_step={PROMPTS}")
         reading = wait_for(measure_parity(build(config)))
@@ -54,7 +54,7 @@ def engine_beside_trainer(device: torch.device, dtype: torch.dtype) -> Iterator[
 
 
 def step_beside_cpu(device: torch.device) -> Iterator[str]:
-    """Metrics of the first step of GRPO in float32 on a device, beside those on the CPU."""
+    """Compare the metrics of GRPO's first step in float32 on a device with those on the CPU."""
     found, expected = (_first_step(each) for each in (device, torch.device("cpu")))
     for name in COMPARED:
         difference = abs(found[name] - expected[name]) / max(abs(expected[name]), 1e-6)
@@ -81,9 +81,9 @@ PINNED_BYTES = 2**28
 
 
 def check_gpu(config: Config | None, say: Callable[[str], None], *, on_cpu: bool = False) -> bool:
-    """Run all checks on the first CUDA device and tell them line by line; False if any of them failed.
+    """Run all checks on the first CUDA device and report them line by line; False if any of them failed.
 
-    `config`: the recipe whose speed is estimated. `on_cpu` runs the same lines on the CPU, to see that they work.
+    `config` is the recipe whose speed is estimated. `on_cpu` runs the same checks on the CPU, to try them out. Raises
     ModelError without a CUDA device.
     """
     if not on_cpu and not torch.cuda.is_available():
@@ -96,7 +96,7 @@ def check_gpu(config: Config | None, say: Callable[[str], None], *, on_cpu: bool
 
 
 def checks_of(device: torch.device, config: Config | None) -> Sequence[Check]:
-    """All checks in order; the last is that of the recipe, if there is one."""
+    """All checks in order; the last one estimates the recipe, if there is one."""
     dtype, measure = torch.float32 if device.type == "cpu" else torch.bfloat16, cache(partial(measured, device))
     checks = [
         Check("machine", partial(machine, device)),
@@ -116,10 +116,10 @@ def checks_of(device: torch.device, config: Config | None) -> Sequence[Check]:
 
 
 def machine(device: torch.device) -> Iterator[str]:
-    """Versions and the device's properties."""
+    """Report versions and the device's properties."""
     yield f"Python {platform.python_version()}, {os.cpu_count()} cores, torch {torch.__version__}"
     if device.type == "cpu":
-        yield "the CPU in place of a GPU: its figures say nothing of one"
+        yield "these are the CPU's figures, which say nothing about a GPU"
         return
     of = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -130,17 +130,17 @@ def machine(device: torch.device) -> Iterator[str]:
 
 
 def measured(device: torch.device) -> Rates | CheckFailed:
-    """The device's rates, or why they cannot be measured, which is one failed check and ends no other."""
+    """The device's rates, or the error if they cannot be measured, which fails one check and stops no other."""
     on_cpu = device.type == "cpu"
     dtype, side, num_bytes = (torch.float32, 256, 2**22) if on_cpu else (torch.bfloat16, 8192, 2**32)
     try:
         return measure_rates(device.type, dtype, gemm_side=side, num_bytes=num_bytes)
-    except Exception as error:  # as text: its traceback would hold the tensors
+    except Exception as error:  # keep only the text: the traceback would keep the tensors alive
         return CheckFailed(error_text(error))
 
 
 def rate_lines(device: torch.device, measure: Callable[[], Rates | CheckFailed]) -> Iterator[str]:
-    """Rates of products, attention, memory, and of copies from the host."""
+    """Report the rates of matrix products, attention, memory, and copies from the host."""
     rates = measure()
     if isinstance(rates, CheckFailed):
         raise rates
@@ -153,7 +153,7 @@ def rate_lines(device: torch.device, measure: Callable[[], Rates | CheckFailed])
 
 
 def recipe(config: Config, measure: Callable[[], Rates | CheckFailed]) -> Iterator[str]:
-    """Expected rates of the recipe, where those of the device are known."""
+    """Report the expected rates of the recipe, if the device's rates are known."""
     rates = measure()
     if isinstance(rates, CheckFailed):
         yield "no estimate: the rates could not be measured"
@@ -162,7 +162,7 @@ def recipe(config: Config, measure: Callable[[], Rates | CheckFailed]) -> Iterat
 
 
 def expected(config: Config, rates: Rates) -> Iterator[str]:
-    """Expected rates of a recipe: rows at once, tokens per second, upper bound of the update's MFU."""
+    """Report a recipe's expected rates: rows at once, tokens per second, and an upper bound of the update's MFU."""
     machine = machine_of(config.plan, config.cluster, config.model.device)
     known = machine.gpu.peak_tflops
     measured = replace(machine.gpu, peak_tflops=rates.gemm / TERA, memory_gb_per_second=rates.read / GIGA)
@@ -179,4 +179,4 @@ def expected(config: Config, rates: Rates) -> Iterator[str]:
     yield f"rollout: {speed:,.0f} tokens/s at {DECODE_BANDWIDTH_FRAC:.0%} of the measured bandwidth"
     if known is not None:
         most = rates.gemm / TERA / known
-        yield f"update: an MFU of {UPDATE_MFU * most:.0%} is planned; products of matrices only have {most:.0%}"
+        yield f"update: an MFU of {UPDATE_MFU * most:.0%} is assumed; matrix products by themselves reach {most:.0%}"

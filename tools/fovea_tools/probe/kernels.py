@@ -1,4 +1,4 @@
-"""Checks of the kernels: values and gradients beside plain functions, and their rates.
+"""Checks of the kernels: values and gradients compared with plain functions, and rates.
 
 Axes: `N` tokens of a packed row, `B` rows of a decode batch, `H` query heads, `J` key heads, `D` width of a head, `S`
 tokens of a page, `X` pages of a row.
@@ -42,7 +42,7 @@ from fovea.wiring.model import LIGER, liger_kernels
 from fovea_tools.probe.rates import CheckFailed, Rates, best_kernel_seconds, best_seconds, seconds_of
 
 Heads = tuple[int, int, int]
-"""Query heads, key heads, and the width of a head."""
+"""Number of query heads, number of key heads, and width of a head."""
 LANGUAGE_HEADS: Mapping[str, Heads] = {
     "Qwen3-VL-2B": (16, 8, 128),
     "Qwen2.5-VL-3B": (16, 2, 128),
@@ -55,16 +55,16 @@ VISION_HEADS: Mapping[str, Heads] = {
     "Qwen2.5-VL's tower": (16, 16, 80),
 }
 PROMPTS, COMPLETIONS = (356, 300, 17), ((512, 3, 200, 1), (50, 50, 50), (9,))
-"""Tokens of the packed row: shared prompts, completions beyond 256 tokens, and completions of a few."""
+"""Tokens of the packed row: prompts, and their completions, some beyond 256 tokens and some with only a few."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Largest norm of a difference over that of the values."""
+"""Largest norm of a difference, relative to the norm of the values."""
 DECODED_ROWS, DECODED_KEYS = 256, 1024
 TRIED_ON_CPU = (4, 64)
-"""Rows and keys of a decode step that shows that these lines run."""
+"""Rows and keys of a decode step on a CPU, which only shows that the check runs."""
 
 
 def packed_rows(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """Forward and backward pass of the update's attention, beside torch's attention of each completion on the CPU."""
+    """Compare the update's attention, forward and backward, with torch's attention of each completion on the CPU."""
     layout = shared_prefix_layout(PROMPTS, COMPLETIONS)
     for name, heads in LANGUAGE_HEADS.items():
         shape = HeadShape(device, dtype, *heads)
@@ -74,7 +74,7 @@ def packed_rows(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
         found = packed_differences(layout, shape)
         differences = ", ".join(f"{what} {value:.1e}" for what, value in found.items())
         if not max(found.values()) <= TOLERANCE[dtype]:
-            raise CheckFailed(f"{name}: off by {differences}, and rounding moves them by less than {TOLERANCE[dtype]}")
+            raise CheckFailed(f"{name}: off by {differences}, and rounding explains less than {TOLERANCE[dtype]}")
         yield f"{name}: right; relative differences: {differences}"
 
 
@@ -100,7 +100,7 @@ def packed_differences(layout: SharedPrefixLayout, shape: HeadShape) -> dict[str
 
 
 def plain_attention(layout: SharedPrefixLayout, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
-    """Attention of every prompt, and of every completion behind its prompt, one after the other."""
+    """Attention of every prompt, and of every completion after its prompt, computed one after the other."""
     outs, start = [], 0
     for prompt, completions in layout.lengths:
         of_prompt = torch.arange(start, start + prompt)
@@ -129,25 +129,25 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def vision_rows(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """Attention of the vision towers, for each width of their heads."""
+    """Check the attention of vision towers, for each width of their heads."""
     for name, heads in VISION_HEADS.items():
         if device.type == "cpu":
-            yield f"{name}: not tried, there is no kernel for CPUs"
+            yield f"{name}: not tried, since there is no kernel for CPUs"
             continue
         refusal = varlen_refusal(HeadShape(device, dtype, *heads))
         if refusal is not None:
-            raise CheckFailed(f"{name}: refused, and images are encoded by a slower kernel: {refusal}")
+            raise CheckFailed(f"{name}: refused, so a slower kernel encodes images: {refusal}")
         yield f"{name}: right"
 
 
 def decoding(device: torch.device, dtype: torch.dtype, measure: Callable[[], Rates | CheckFailed]) -> Iterator[str]:
-    """Attention of decode steps: its values beside the plain twin's, and its rate beside that of reading memory."""
+    """Compare the attention of decode steps with its plain version, and its rate with that of reading memory."""
     rates = measure()
     for name, heads in LANGUAGE_HEADS.items():
         shape = HeadShape(device, dtype, *heads)
         if device.type == "cpu":
             rate = decode_rate(gathered_attention, shape, *TRIED_ON_CPU)
-            yield f"{name}: no kernel for CPUs; its plain twin reads {rate / 1e9:,.1f} GB/s"
+            yield f"{name}: no kernel for CPUs; the plain version reads {rate / 1e9:,.1f} GB/s"
             continue
         refusal = paged_refusal(shape, PAGE_TOKENS)
         if refusal is not None:
@@ -158,7 +158,7 @@ def decoding(device: torch.device, dtype: torch.dtype, measure: Callable[[], Rat
 
 
 def decode_rate(kernel: PagedKernel, shape: HeadShape, rows: int, keys: int) -> float:
-    """Bytes of keys and values that a kernel reads in a second."""
+    """Bytes of keys and values that a kernel reads per second."""
     wide = -(-keys // PAGE_TOKENS)
     size = (1 + rows * wide, PAGE_TOKENS, shape.key_heads, shape.width)
     stored_keys, stored_values = (torch.randn(size, device=shape.device, dtype=shape.dtype) for _ in range(2))
@@ -173,18 +173,18 @@ def decode_rate(kernel: PagedKernel, shape: HeadShape, rows: int, keys: int) -> 
 
 
 DELTA_SHAPE = DeltaShape(is_delta=(True,), key_heads=16, value_heads=32, key_dim=128, value_dim=128, window=4)
-"""Delta nets of Qwen3.5-4B and 9B."""
+"""Delta nets as in Qwen3.5-4B and 9B."""
 TIMED_ROWS, TIMED_TOKENS = 8, 512
 
 
 def delta_nets(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """The delta rule by the functions that transformers has picked, beside plain torch: values, gradients, seconds."""
+    """Compare the functions that transformers picks for the delta rule with plain torch: values, gradients, seconds."""
     on_cpu = device.type == "cpu"
     shape = replace(DELTA_SHAPE, key_heads=2, value_heads=4) if on_cpu else DELTA_SHAPE
     rows, tokens = (2, CHUNK) if on_cpu else (TIMED_ROWS, TIMED_TOKENS)
     missing = [package for package, module in KERNELS.items() if find_spec(module) is None]
     if missing:
-        yield f"not installed: {', '.join(missing)}; plain torch functions run in their place"
+        yield f"not installed: {', '.join(missing)}; plain torch functions are used instead"
     refusals = delta_refusals(delta_functions(), shape, device, dtype)
     usable = fastest_functions(shape, device, dtype)
     found, plain = (
@@ -196,13 +196,13 @@ def delta_nets(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
         yield f"{name}: {rows} rows of {tokens} tokens, both passes: {1e3 * best_seconds(call, device.type):,.1f} ms"
     if refusals:
         reasons = "; ".join(f"{name} of {PACKAGES[name]}: {reason}" for name, reason in refusals.items())
-        raise CheckFailed(f"refused, and plain torch functions run in their place: {reasons}")
+        raise CheckFailed(f"refused, so plain torch functions are used instead: {reasons}")
 
 
 def liger(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """Liger's kernels beside plain functions, for the heads and widths of language models."""
+    """Compare Liger's kernels with plain functions, for the heads and widths of language models."""
     if find_spec(LIGER) is None or device.type == "cpu":
-        yield "not installed" if device.type != "cpu" else "not tried, its kernels run on CUDA only"
+        yield "not installed" if device.type != "cpu" else "not tried, since its kernels run only on CUDA"
         return
     for name, (heads, key_heads, width) in LANGUAGE_HEADS.items():
         text_config = Qwen3VLTextConfig(
@@ -214,12 +214,12 @@ def liger(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
         )
         refusal = kernels_refusal(liger_kernels(device), text_config, device, dtype)
         if refusal is not None:
-            raise CheckFailed(f"{name}: refused, and torch's operators run in their place: {refusal}")
+            raise CheckFailed(f"{name}: refused, so torch's operators are used instead: {refusal}")
         yield f"{name}: right"
 
 
 def experts(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """A mixture of experts of Qwen3-VL-30B-A3B's size by grouped products, beside each expert on all tokens."""
+    """Compare grouped products of a mixture of experts, of Qwen3-VL-30B-A3B's size, with each expert on all tokens."""
     count, width, expert_width, per_token = (4, 32, 16, 2) if device.type == "cpu" else (128, 2048, 768, 8)
     like, tokens = torch.empty(0, device=device, dtype=dtype), 64
     inputs = {
@@ -243,7 +243,7 @@ def experts(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
 
 
 def host_masters(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """Steps of AdamW on master weights in the host's memory, beside those of a model on the CPU."""
+    """Compare AdamW steps on master weights in host memory with those of a model on the CPU."""
     size = 2**12 if device.type == "cpu" else 2**26
     settings = AdamWSettings.of_run(Train(), max_steps=2, peak_rate=1e-3)
     weights, seconds = [], []
@@ -257,4 +257,4 @@ def host_masters(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
         weights.append(parameter.detach().cpu())
     if not torch.equal(*weights):
         raise CheckFailed(f"weights are off by {float((weights[0].float() - weights[1].float()).abs().max()):.1e}")
-    yield f"right; {size / seconds[1] / 1e9:,.2f} billion parameters in a second"
+    yield f"right; {size / seconds[1] / 1e9:,.2f} billion parameters per second"

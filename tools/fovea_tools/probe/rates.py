@@ -21,7 +21,7 @@ FOVEA = str(Path(__file__).parents[2])
 
 
 class CheckFailed(Exception):
-    """A check found something wrong; its text says what."""
+    """Raised when a check finds something wrong; its text says what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class Check:
 
     name: str
     lines: Callable[[], Iterator[str]]
-    """Yields what it finds, line by line; any exception is a failure."""
+    """Yields the findings line by line; any exception is a failure."""
 
 
 def run_checks(checks: Sequence[Check], say: Callable[[str], None]) -> list[str]:
-    """Run all checks, whatever becomes of those before; returns the names of those that failed."""
+    """Run all checks, even after failures, and return the names of those that failed."""
     started, failed = perf_counter(), list[str]()
     for check in checks:
         say(f"[{perf_counter() - started:5.1f} s] {check.name}")
@@ -44,14 +44,14 @@ def run_checks(checks: Sequence[Check], say: Callable[[str], None]) -> list[str]
         except CheckFailed as error:
             failed.append(check.name)
             say(f"    FAILED: {error}")
-        except Exception as error:  # a kernel, a driver or a package may raise anything, and the others go on
+        except Exception as error:  # a kernel, driver or package may raise anything; the other checks go ahead
             failed.append(check.name)
             say(f"    FAILED: {error_text(error)}")
     return failed
 
 
 def error_text(error: Exception) -> str:
-    """Type and first line of an error, and the last place in Fovea that it went through."""
+    """Type and first line of an error, and the last line of Fovea in its traceback."""
     first = (str(error).splitlines() or ["no message"])[0]
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(FOVEA)]
     return f"{type(error).__name__}: {first} ({Path(places[-1].filename).name}:{places[-1].lineno})"
@@ -59,7 +59,7 @@ def error_text(error: Exception) -> str:
 
 TRIES = 5
 BEYOND_CACHE_BYTES = 2**30
-"""More bytes than the caches of current machines hold."""
+"""More bytes than the caches of current machines can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Rates:
     """Rate of fused attention without a mask."""
     read: float
     copy: float
-    """Rate of copying, counting bytes read and written."""
+    """Rate of copying, which counts the bytes read and those written."""
 
 
 def measure_rates(
@@ -82,7 +82,7 @@ def measure_rates(
     gemm_side: int = 2048,
     num_bytes: int = BEYOND_CACHE_BYTES,
 ) -> Rates:
-    """Measure the rates of torch's own operators, with its current number of threads."""
+    """Measure the rates of torch's operators, with its current number of threads."""
     large = torch.ones(num_bytes // dtype.itemsize, device=device, dtype=dtype)
     other = torch.empty_like(large)
     return Rates(
@@ -100,13 +100,13 @@ def gemm_rate(side: int, device: str, dtype: torch.dtype) -> float:
 
 
 def read_rate(num_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
-    """Rate of reading the same bytes repeatedly: that of a cache if they fit into one."""
+    """Rate of reading the same bytes repeatedly; a cache's rate if they fit into the cache."""
     values = torch.ones(num_bytes // dtype.itemsize, device=device, dtype=dtype)
     return num_bytes / best_seconds(values.sum, device)
 
 
 def attention_rate(device: str, dtype: torch.dtype) -> float:
-    """Rate of fused attention without a mask; on a GPU of a case that takes far longer than its launch."""
+    """Rate of fused attention without a mask; on a GPU the case takes far longer than its launch."""
     heads, tokens, width = (16, 8192, 128) if device == "cuda" else (8, 1024, 64)
     query, key, value = (torch.randn(1, heads, tokens, width, device=device).to(dtype) for _ in range(3))
     seconds = best_seconds(lambda: F.scaled_dot_product_attention(query, key, value), device)
@@ -114,13 +114,13 @@ def attention_rate(device: str, dtype: torch.dtype) -> float:
 
 
 def best_seconds(call: Callable[[], object], device: str, tries: int = TRIES) -> float:
-    """Seconds of the fastest of several calls, after one to warm up."""
+    """Seconds of the fastest of several calls, after a warm-up call."""
     call()
     return min(seconds_of(call, device) for _ in range(tries))
 
 
 def best_kernel_seconds(call: Callable[[], object], device: str, calls: int = 20) -> float:
-    """Seconds of a call without its launch: on a GPU of a CUDA graph of several calls, as decoding has them."""
+    """Seconds of a call without its launch, measured on a GPU in a CUDA graph of several calls, as in decoding."""
     if device != "cuda":
         return best_seconds(call, device)
 
@@ -132,7 +132,7 @@ def best_kernel_seconds(call: Callable[[], object], device: str, calls: int = 20
 
 
 def seconds_of(call: Callable[[], object], device: str) -> float:
-    """Wait until the device is done."""
+    """Seconds of a call, until the device is done with it."""
     synchronize(device)
     started = perf_counter()
     call()
@@ -150,7 +150,7 @@ NUM_BYTES = {"cuda": 2**28, "cpu": 2**20}
 
 
 def ring(device: torch.device) -> Iterator[str]:
-    """Sum a tensor over one process per GPU, by NCCL; by gloo over two processes on a CPU."""
+    """Sum a tensor over one process per GPU with NCCL, or over two processes on a CPU with gloo."""
     count = torch.cuda.device_count() if device.type == "cuda" else CPU_PROCESSES
     if count == 1:
         yield "one GPU: nothing to connect"
@@ -158,7 +158,7 @@ def ring(device: torch.device) -> Iterator[str]:
     with TemporaryDirectory(prefix="fovea-doctor-") as folder:
         spawn(_one_of_the_ring, (count, device.type, folder), nprocs=count)
         seconds = float(Path(folder, "seconds").read_text())
-    # each GPU sends and receives all but its own part twice, as NCCL's tests count it ("bus bandwidth")
+    # each GPU sends and receives everything but its part twice: NCCL's tests call this rate "bus bandwidth"
     rate = 2 * (count - 1) / count * NUM_BYTES[device.type] / seconds
     yield f"{count} processes: right; {rate / 1e9:,.1f} GB/s"
 
@@ -184,13 +184,13 @@ def _one_of_the_ring(rank: int, count: int, kind: str, folder: str) -> None:
 GIGA, TERA = 1e9, 1e12
 PRODUCT_SIDE = 1024
 READ_BYTES = 2**28
-"""More than the caches of most CPUs hold."""
+"""More bytes than the caches of most CPUs can hold."""
 
 
 def with_cpu_rates(machine: Machine, dtype: torch.dtype) -> Machine:
-    """The machine with the measured rates of this CPU, of which each process has a share; GPUs stay as they are.
+    """The machine with this CPU's measured rates, divided among its processes; a machine with GPUs is unchanged.
 
-    Measuring takes some tenths of a second.
+    Measuring takes a few tenths of a second.
     """
     if machine.gpu.is_cuda:
         return machine

@@ -1,1 +1,1 @@
-"""Published results as recipes: the authors' settings and figures, and `fovea reproduce`."""
+"""Published results as recipes, with the authors' settings and figures, and the command `fovea reproduce`."""

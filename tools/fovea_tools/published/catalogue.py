@@ -1,4 +1,4 @@
-"""Published results with their authors' settings, as results.yaml has them."""
+"""Published results with their authors' settings, read from results.yaml."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ FILE = Path(__file__).with_name("results.yaml")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Accuracies in 0..1; None where the authors publish none."""
+    """Accuracies in 0..1 before and after training; None if the authors publish none."""
 
     before: float | None
     after: float | None
     rows: str
-    """Rows that it was measured on, and how they were answered."""
+    """The rows that it was measured on, and how they were answered."""
     same_rows: bool
-    """True if the recipe's test rows are the same."""
+    """True if the recipe's test rows are the same rows."""
     where: str
     bench: str = ""
-    """Benchmark of `fovea eval` that it, or another figure beside it, was measured on; empty for none."""
+    """Benchmark of `fovea eval` that this figure, or another one of the same result, was measured on; empty for
+    none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +38,9 @@ class AuthorSetting:
     name: str
     value: Any
     ours: Mapping[str, Any]
-    """The settings of the recipe that it became; none without a counterpart."""
+    """The recipe's settings that correspond to it; empty without a counterpart."""
     differs: str
-    """Difference in words; empty for none."""
+    """Description of the difference; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +55,18 @@ class PublishedResult:
     curve: str
     gpus: str
     rows_by_hand: str
-    """Instructions for rows that no command could fetch."""
+    """Instructions for getting the rows where a command cannot fetch them."""
     data_command: str | None
     """Command that writes the rows."""
     system: str | None
-    """System of the importer that reads the settings."""
+    """System whose importer reads the settings."""
     environment: str | None
-    """Environment that the importer is given, where the settings do not tell."""
+    """Environment for the importer, if the settings do not name one."""
     settings: tuple[AuthorSetting, ...]
 
     @property
     def figure_text(self) -> str:
-        """The figure on one line."""
+        """The figure as one line."""
         values = (self.figure.before, self.figure.after)
         known = [f"{100 * value:.3g} %" for value in values if value is not None]
         return f"{' -> '.join(known)} ({self.figure.rows})" if known else "none that could be read"
@@ -78,12 +79,12 @@ def published_results() -> Mapping[str, PublishedResult]:
 
 
 def find_result(name: str) -> PublishedResult:
-    """The result of a name; ConfigError with the nearest names for an unknown one."""
+    """The result with this name; ConfigError with the nearest names for an unknown one."""
     results = published_results()
     if name not in results:
         near = get_close_matches(name.lower(), results, n=3, cutoff=0.4)
-        there_are = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(results)};"
-        raise ConfigError(f"{name}: no published result; {there_are} `fovea reproduce --list` describes all")
+        there_are = f"did you mean {' or '.join(near)}?" if near else f"the names are {', '.join(results)};"
+        raise ConfigError(f"{name}: not a published result; {there_are} `fovea reproduce --list` describes all")
     return results[name]
 
 

@@ -1,4 +1,4 @@
-"""`fovea reproduce`: checks, rows, training and the page of a published result."""
+"""`fovea reproduce`: checks, rows, training, and the page of a published result."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fovea_tools.published.catalogue import PublishedResult
 
 CHANGED = "changed for this run"
 OTHER_ROWS = ("environment.test_", "evaluate.test_size")
-"""Beginnings of the settings that choose the test rows."""
+"""Prefixes of the settings that choose the test rows."""
 OWN_PLACE = ("run_dir", "resume", "log.", "plan.", "threads")
-"""Beginnings of those that say where a run is and what it prints, not what it does."""
+"""Prefixes of the settings that decide where a run is stored and what it prints, not what it does."""
 
 
 def published_json(result: PublishedResult, recipes: Sequence[Path], overrides: Sequence[str]) -> PublishedJson:
-    """The content of published.json; the first of the recipes are those of the result."""
+    """The content of published.json; `recipes` begins with the recipes of the result."""
     recipe, own = _settings(recipes[: len(result.recipes)], ()), _settings(recipes, overrides)
     changed = {key for key in {*recipe, *own} if recipe.get(key) != own.get(key) and not key.startswith(OWN_PLACE)}
     figure = result.figure
@@ -52,7 +52,7 @@ def published_json(result: PublishedResult, recipes: Sequence[Path], overrides: 
 
 
 def _of_authors(result: PublishedResult, own: Tree, changed: set[str]) -> Iterator[DifferingSetting]:
-    """The authors' settings from which the recipe differs, or this run."""
+    """The authors' settings from which the recipe or this run differs."""
     for each in result.settings:
         why = [each.differs, CHANGED if changed & each.ours.keys() else ""]
         if any(why):
@@ -65,7 +65,7 @@ def _of_authors(result: PublishedResult, own: Tree, changed: set[str]) -> Iterat
 
 
 def _others(result: PublishedResult, recipe: Tree, own: Tree, changed: set[str]) -> Iterator[DifferingSetting]:
-    """Settings that this run changed and the authors do not name."""
+    """Settings that this run changed and that the authors do not name."""
     for key in sorted(changed.difference(*(each.ours for each in result.settings))):
         shown = _shown({key: recipe.get(key)})
         yield {"theirs": f"({key} is not among theirs)", "recipe": shown, "run": show(own.get(key)), "why": CHANGED}
@@ -88,7 +88,7 @@ class Reproduction:
 
     result: PublishedResult
     recipes: Sequence[Path]
-    """The result's recipes, and those that the user added."""
+    """The result's recipes, followed by those that the user added."""
     overrides: Sequence[str]
     num_gpus: int
 
@@ -98,7 +98,7 @@ class Reproduction:
 
     @property
     def command(self) -> list[str]:
-        """The command that trains; with several GPUs, and no Ray, one process on each."""
+        """The command that trains; with several GPUs and without Ray it starts one process per GPU."""
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.num_gpus)]
         several = self.num_gpus > 1 and self.config.cluster.gpus_per_node is None
         words = ["-m", "fovea", "train", *map(str, self.recipes), *self.overrides]
@@ -106,7 +106,7 @@ class Reproduction:
 
 
 def prepare(result: PublishedResult, recipes: Sequence[Path], overrides: Sequence[str]) -> Reproduction:
-    """Settings of the run, in runs/NAME unless they name another folder, where it goes on if it has begun."""
+    """The run, in runs/NAME unless its settings name another folder; a run that has begun there is resumed."""
     keys = {word.partition("=")[0] for word in overrides}
     defaults = {"run_dir": f"runs/{result.name}", "resume": "auto"}
     words = [*(f"{key}={value}" for key, value in defaults.items() if key not in keys), *overrides]
@@ -121,23 +121,23 @@ def prepare(result: PublishedResult, recipes: Sequence[Path], overrides: Sequenc
 
 
 def check_memory(run: Reproduction) -> None:
-    """ConfigError with changes that help where a step does not fit a GPU of this machine, or the CPU's memory."""
+    """Raise ConfigError, with changes that help, if a step does not fit this machine's GPUs or the CPU's memory."""
     here = load_config(run.recipes, [*run.overrides, f"plan.gpus={max(run.num_gpus, 1)}", "plan.gpu=null"])
     planned = make_plan(here)
     if planned.fits:
         return
     name, gpu, gpus = run.result.name, planned.machine.gpu, planned.machine.gpus
-    device = f"a GPU ({gpu.name}, {gpus} here)" if gpu.is_cuda else "memory on the CPU (there is no GPU)"
+    device = f"a GPU ({gpu.name}, {gpus} here)" if gpu.is_cuda else "memory on the CPU (this machine has no GPU)"
     advice = [" ".join(each.settings) for each in advice_for(here)]
-    fix = f"add {' or '.join(advice[:3])}" if advice else f"the authors had {run.result.gpus}; take more or larger GPUs"
+    fix = f"add {' or '.join(advice[:3])}" if advice else f"the authors used {run.result.gpus}; use more or larger GPUs"
     raise ConfigError(
-        f"{name}: a step needs {planned.peak.total / GIB:.0f} GiB of {device} and may fill "
+        f"{name}: a step needs {planned.peak.total / GIB:.0f} GiB of {device} and may use "
         f"{planned.machine.usable_bytes / GIB:.0f}; {fix}; to try it out, add a recipe: fovea reproduce {name} tiny"
     )
 
 
 def fetch_rows(run: Reproduction, say: Callable[[str], None]) -> None:
-    """Fetch rows that are missing, where a command of ours does; DataError with the way to get them elsewhere."""
+    """Fetch missing rows if a command of Fovea can; DataError explains how to get others."""
     missing = list(_missing(run.config))
     by_hand = run.result.rows_by_hand
     names = " or ".join(file.name for file in missing)
@@ -149,11 +149,11 @@ def fetch_rows(run: Reproduction, say: Callable[[str], None]) -> None:
         except DataError as error:
             raise DataError(f"{str(error).removeprefix('--from: ')}; or {by_hand}") from error
     elif missing:
-        raise DataError(f"{run.result.name}: no such file {', '.join(map(str, missing))}; {by_hand}")
+        raise DataError(f"{run.result.name}: {', '.join(map(str, missing))} not found; {by_hand}")
 
 
 def _missing(config: Config) -> Iterator[Path]:
-    """Local files of rows that are not there; names of the hub, patterns and addresses are not looked at."""
+    """Missing local files of rows; hub names, patterns and addresses are not checked."""
     if isinstance(config.environment, FileEnvironment):
         splits = (config.environment.train_files, config.environment.dev_files, config.environment.test_files)
         names = (name for files in splits for name in files or () if not any(each in name for each in "@*:["))
@@ -161,12 +161,12 @@ def _missing(config: Config) -> Iterator[Path]:
 
 
 def train(run: Reproduction) -> int:
-    """Train and evaluate by the run's command; returns its exit code."""
+    """Train and evaluate with the run's command, and return its exit code."""
     return subprocess.run(run.command, check=False).returncode
 
 
 def write_page(run: Reproduction) -> Path:
-    """Write the page of the trained run with the published result; returns its path."""
+    """Write the page of the trained run with the published result, and return its path."""
     folder = Path(run.config.run_dir)
     write_published(folder, published_json(run.result, run.recipes, run.overrides))
     return write_report(folder)

@@ -1,4 +1,4 @@
-"""Occlusion maps of a run's answers: JSON in the folder `saliency`, each beside a picture to look at.
+"""Occlusion maps of a run's answers: JSON files in the folder `saliency`, each with a picture.
 
 Axes: `R`, `C` rows and columns of patches.
 """
@@ -18,43 +18,43 @@ from fovea_gym.utils.files import write_atomically
 
 FOLDER = "saliency"
 MAX_MAPS = 500
-"""Maps of a run."""
+"""Largest number of maps of a run."""
 MAX_PATCHES = 1024
-"""Of a picture; each is a pass of the model."""
+"""Largest number of patches of a picture; each needs a pass of the model."""
 _MAX_MIB = 0.25
-"""Of a file: the patches take 20 KB, the rest is the question and the answer."""
+"""Largest size of a file: patches take 20 KB, and the rest is for the question and the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerMap:
-    """How far the log-prob of an answer falls when a patch of a picture is hidden."""
+    """The drop of an answer's log-prob for each hidden patch of a picture."""
 
     id: str
     """Task id."""
     question: str
     answer: str
     image: int
-    """Number of the picture in the prompt, from 1."""
+    """Number of the picture in the prompt, counted from 1."""
     weights: str
-    """Name of the checkpoint or model that gave the log-probs; of a run no more, since where it lies is private."""
+    """Name of the checkpoint or model that computed the log-probs, without the run's path, which is private."""
     logprob: float
-    """Of the answer with the whole picture, in nats."""
+    """Log-prob of the answer with the whole picture, in nats."""
     patch_px: int
     size: tuple[int, int]
     """Width and height of the picture in pixels."""
     falls: tuple[tuple[float, ...], ...]
-    """Nats [R][C]; below 0 where the answer is likelier without the patch."""
+    """Drops in nats [R][C]; below 0 where the answer is more likely without the patch."""
 
     def __post_init__(self) -> None:
         columns, rows = (-(-side // self.patch_px) for side in self.size)
         if rows * columns > MAX_PATCHES or [len(row) for row in self.falls] != [columns] * rows:
-            raise ValueError(f"no {rows} x {columns} patches of {self.patch_px} px in {self.size}")
+            raise ValueError(f"falls are not {rows} x {columns} patches of {self.patch_px} px in {self.size}")
         if not all(map(math.isfinite, (self.logprob, *(fall for row in self.falls for fall in row)))):
-            raise ValueError("a log-prob that is not finite")
+            raise ValueError("a log-prob is not finite")
 
 
 def map_path(run_dir: Path, split: str, row: int, found: AnswerMap) -> Path:
-    """The file of a map; a later map of the same answer has the same one."""
+    """The file of a map; a later map of the same answer replaces it."""
     words = json.dumps([found.id, found.answer, found.image]).encode()
     return run_dir / FOLDER / f"{split}-{row:06d}-{hashlib.sha256(words).hexdigest()[:12]}.json"
 
@@ -65,12 +65,12 @@ def write_map(path: Path, found: AnswerMap) -> None:
 
 
 def map_files(run_dir: Path) -> list[Path]:
-    """The files of a run's maps, MAX_MAPS at most."""
+    """The files of a run's maps, at most MAX_MAPS of them."""
     return sorted((run_dir / FOLDER).glob("*.json"))[:MAX_MAPS]
 
 
 def read_maps(run_dir: Path) -> dict[Path, AnswerMap]:
-    """All maps of a run by their files; DataError where a file holds none."""
+    """All maps of a run by file; DataError for a file without a valid map."""
     return {path: _read_map(path, run_dir) for path in map_files(run_dir)}
 
 
@@ -92,7 +92,7 @@ def _read_map(path: Path, run_dir: Path) -> AnswerMap:
     except DataError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise DataError(f"{path} holds no map ({error!r}); delete that file") from error
+        raise DataError(f"{path} is not a valid map ({error!r}); delete that file") from error
 
 
 def _count(value: object) -> int:
@@ -106,7 +106,7 @@ _SAMPLE = re.compile(r"([0-9]{1,15}):([0-9]{1,6}):([0-9]{1,6})")
 
 @dataclass(frozen=True, slots=True)
 class SamplePlace:
-    """The place of a recorded answer of training; group and answer count from 1, as on the page."""
+    """The place of a recorded training answer; group and answer count from 1, as on the page."""
 
     step: int
     group: int
@@ -114,6 +114,6 @@ class SamplePlace:
 
 
 def sample_place(text: str) -> SamplePlace | None:
-    """The place that STEP:GROUP:ANSWER says; None for other text."""
+    """The place that STEP:GROUP:ANSWER names; None for any other text."""
     found = _SAMPLE.fullmatch(text)
     return SamplePlace(*map(int, found.groups())) if found else None

@@ -1,4 +1,4 @@
-"""Occlusion maps of answers, as pictures and as numbers, kept with their run."""
+"""Makes occlusion maps of answers, as pictures and as numbers, and stores them with their run."""
 
 from __future__ import annotations
 
@@ -55,38 +55,38 @@ from fovea_tools.saliency.occlusion import OcclusionMap, Patch, patches
 from fovea_tools.saliency.page import write_page
 
 PATCHES_PER_SIDE = 16
-"""Patches along the longer side, unless their size is given."""
+"""Number of patches along the longer side, unless their size is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """An answer whose map is asked for."""
+    """An answer to make a map of."""
 
     row: int | None = None
-    """Number in its split, from 0; None: found by the id."""
+    """Number of the row in its split, from 0; None: the row is found by its id."""
     id: str | None = None
-    """Task id, where it was recorded."""
+    """Task id, if the answer was recorded."""
     answer: str | None = None
-    """None: the model's greedy answer."""
+    """Text of the answer; None for the model's greedy answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The maps that the command makes: which answers, and what of the prompt's pictures is hidden, one at a time."""
+    """The maps to make: which answers, and which picture of the prompt is hidden patch by patch."""
 
     rows: Sequence[int] = ()
     split: Split = "test"
     answer: str | None = None
     recorded: str | None = None
-    """An evaluation of the run, or STEP:GROUP:ANSWER of a sample; its split counts then."""
+    """An evaluation of the run, or STEP:GROUP:ANSWER of a sample, which also decides the split."""
     image: int = 1
     """Number of the picture in the prompt."""
     patch_px: int | None = None
-    """Side of what is hidden; None: a 16th of the longer side of the picture."""
+    """Side of a hidden patch; None: 1/16 of the picture's longer side."""
 
 
 def row_numbers(text: str) -> list[int]:
-    """The rows that 3, 0-9 or 3,5,8 name; ConfigError for other text, and for more than a run keeps maps of."""
+    """The rows that a text such as 3, 0-9 or 3,5,8 names; ConfigError for other text, and for over MAX_MAPS rows."""
     rows: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"([0-9]{1,15})(?:-([0-9]{1,15}))?", part.strip())
@@ -101,7 +101,7 @@ def row_numbers(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saliency:
-    """A map, and what it is of."""
+    """A map, with its row and its picture."""
 
     row: int
     numbers: AnswerMap
@@ -109,10 +109,10 @@ class Saliency:
     picture: Image.Image
 
     def write(self, picture_file: Path) -> None:
-        """Write the lit picture, and the numbers beside it as JSON."""
+        """Write the lit picture, and its numbers as JSON next to it."""
         buffer = io.BytesIO()
         self.map.over(self.picture).save(buffer, format="PNG")
-        write_atomically(picture_file, buffer.getvalue())  # in place of a link, which could lead to any file
+        write_atomically(picture_file, buffer.getvalue())  # replaces a link, which could lead to any file
         write_map(picture_file.with_suffix(".json"), self.numbers)
 
 
@@ -126,10 +126,10 @@ def write_maps(
     out: Path | None = None,
     trust: bool = False,
 ) -> Iterator[tuple[AnswerMap, Path]]:
-    """Write the maps of a target's answers, and the page of a run's maps; yields each with the file of its picture."""
+    """Write maps of a target's answers, and the page of a run's maps; yield each map with its picture's file."""
     target = parse_target(word)
     if isinstance(target, Baseline | ServerTarget):
-        raise ConfigError(f"{word} has no picture to hide parts of here; name a run, a checkpoint or a model folder")
+        raise ConfigError(f"{word} has no weights here to make maps with; name a run, a checkpoint or a model folder")
     _check(target, wanted, out)
     if out is None and isinstance(target, CheckpointTarget):
         _check_rows(target, overrides, recipe)
@@ -144,35 +144,35 @@ def write_maps(
 
 
 def _check(target: CheckpointTarget | ModelTarget, wanted: Wanted, out: Path | None) -> None:
-    """ConfigError for options that contradict each other, and for more maps than there is room for."""
+    """Raise ConfigError for options that contradict each other, or if the run would have too many maps."""
     number = len(wanted.rows)
     if out is not None and out.suffix != ".png":
         raise ConfigError(f"--out {out}: the file is a PNG picture; name it {out.with_suffix('.png')}")
     if wanted.answer is not None and wanted.recorded is not None:
-        raise ConfigError("--answer and --recorded both name the answer; leave one out")
+        raise ConfigError("--answer and --recorded both name the answer; drop one of them")
     if out is not None or isinstance(target, ModelTarget):
         if number > 1:
-            of_what = f"--out {out} takes one map" if out else f"{target.name} is not a run and keeps no maps"
+            of_what = f"--out {out} takes one map" if out else f"{target.name} is not a run and stores no maps"
             raise ConfigError(f"{number} rows, but {of_what}; ask for one row")
         return
     if (kept := len(map_files(target.run))) + number > MAX_MAPS:
         raise ConfigError(
-            f"{target.run / FOLDER} has {kept} maps, and {number} more are above the limit of {MAX_MAPS}; delete some"
+            f"{target.run / FOLDER} has {kept} maps, and {number} more exceed the limit of {MAX_MAPS}; delete some"
         )
 
 
 def _check_rows(target: CheckpointTarget, overrides: Sequence[Override], recipe: Path | None) -> None:
-    """ConfigError for other rows than the run's, under whose ids maps are kept; files may have moved."""
+    """Raise ConfigError for other rows than the run's, since maps are stored by the run's ids; files may have moved."""
     changed = [key for key in sorted(keys_of(overrides)) if key == "seed" or key.startswith("environment.")]
     given = ["--recipe"] * (recipe is not None) + [key for key in changed if not key.endswith("_files")]
     if given:
         raise ConfigError(
-            f"{given[0]} changes the rows, and {target.run} keeps maps of the rows of the run; give --out FILE"
+            f"{given[0]} changes the rows, and {target.run} stores maps only of its own rows; give --out FILE"
         )
 
 
 def _file(target: CheckpointTarget | ModelTarget, split: Split, found: Saliency) -> Path:
-    """The picture's file where none is named: in the run's folder, else here."""
+    """The picture's default file: in the run's folder, or else in the working directory."""
     if not isinstance(target, CheckpointTarget):
         return Path("saliency.png")
     path = map_path(target.run, split, found.row, found.numbers).with_suffix(".png")
@@ -185,21 +185,21 @@ def _asked(target: CheckpointTarget | ModelTarget, wanted: Wanted) -> tuple[Spli
     if name is None:
         return wanted.split, [Asked(row=row, answer=wanted.answer) for row in wanted.rows]
     if isinstance(target, ModelTarget):
-        raise ConfigError(f"--recorded {name}: {target.name} is not a run, and has recorded no answers; name a run")
+        raise ConfigError(f"--recorded {name}: {target.name} is not a run, so it has no recorded answers; name a run")
     if place := sample_place(name):
         if len(wanted.rows) > 1:
-            raise ConfigError(f"--recorded {name} is one answer, whose row is known; leave --rows out")
+            raise ConfigError(f"--recorded {name} is a single answer with a known row; drop --rows")
         return "train", [_sample(target.run, place)]
     if name not in (kept := answer_files(target.run)):
         raise ConfigError(
             f"--recorded {name}: {target.run} has no answers of that name; give one of {', '.join(kept) or 'none'}, or "
-            "STEP:GROUP:ANSWER of a sample of training"
+            "STEP:GROUP:ANSWER of a training sample"
         )
     answers = {each.index: each for each in read_answers(target.run, name, sys.maxsize)}
     if missing := [row for row in wanted.rows if row not in answers]:
-        raise ConfigError(f"--row {missing[0]}: {name} has no answer to it, only to {len(answers)} others")
+        raise ConfigError(f"--row {missing[0]}: {name} has no answer to this row, only to {len(answers)} others")
     found = [answers[row] for row in wanted.rows]
-    # the first turn, the only one that the prompt's pictures are before
+    # the first turn is the only one whose context is just the prompt with its pictures
     asked = [Asked(row=each.index, id=each.id, answer=each.answers[0].turns[0].text) for each in found]
     return ("test" if name.startswith("test-") else "dev"), asked
 
@@ -220,14 +220,14 @@ def _sample(run: Path, place: SamplePlace) -> Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer that the model has given, or might give."""
+    """An answer of the model, or one that the user gives."""
 
     text: str
     token_ids_T: NDArray[np.int64]
 
 
 class Occluder:
-    """A model with the rows that it is asked, which makes maps of its answers."""
+    """A model and the rows of a split, which makes maps of answers."""
 
     def __init__(self, weights: str, model: OpenedModel, eval_set: EvalSet, source: PromptSource, split: Split) -> None:
         self._weights, self._split = weights, split
@@ -244,7 +244,7 @@ class Occluder:
         split: Split,
         trust: bool = False,
     ) -> Iterator[Occluder]:
-        """The model of a target on the rows of a split, until the block ends."""
+        """Open the model of a target for the rows of a split, until the block ends."""
         rows = EvalSet.of(shared_settings([target], recipe, overrides, trust=trust), split)
         with closing(rows.grading):
             say("loading the model")
@@ -254,7 +254,7 @@ class Occluder:
             yield Occluder(weights, model, eval_set, source_of(eval_set, renderer_of(eval_set, model)), split)
 
     def maps(self, asked: Sequence[Asked], wanted: Wanted, say: Say) -> Iterator[Saliency]:
-        """The maps of these answers, one after the other; ConfigError for a row that the split does not have."""
+        """Yield the maps of these answers one by one; ConfigError for a row that the split does not have."""
         rows = list(map(self._row, asked))
         for row, answer in zip(rows, self._answers(rows, asked), strict=True):
             yield self._saliency(row, answer, wanted, say)
@@ -266,7 +266,7 @@ class Occluder:
         if not asked.row < len(tasks):
             raise ConfigError(f"--row {asked.row}: the {self._split} split has rows 0 to {len(tasks) - 1}")
         if asked.id is not None and tasks[asked.row].id != asked.id:
-            raise DataError(f"row {asked.row} of the {self._split} split is not {asked.id}; give the data of the run")
+            raise DataError(f"row {asked.row} of the {self._split} split is not {asked.id}; use the data of the run")
         return asked.row
 
     def _row_of(self, task_id: str) -> int:
@@ -275,10 +275,10 @@ class Occluder:
         last = task_id.rpartition("/")[2]
         likely = int(last) if re.fullmatch("[0-9]{1,15}", last) else len(tasks)
         for row in chain(range(likely, len(tasks))[:1], range(len(tasks))):
-            with suppress(DataError):  # a bad row, which nothing was asked about
+            with suppress(DataError):  # a bad row, for which there is no answer
                 if tasks[row].id == task_id:
                     return row
-        raise DataError(f"no row of the {self._split} split has the id {task_id!r}; give the data of the run")
+        raise DataError(f"no row of the {self._split} split has the id {task_id!r}; use the data of the run")
 
     def _answers(self, rows: Sequence[int], asked: Sequence[Asked]) -> list[Answer]:
         missing = [row for row, each in zip(rows, asked, strict=True) if each.answer is None]
@@ -288,7 +288,7 @@ class Occluder:
     def _given(self, text: str) -> Answer:
         ids = self._model.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
-            raise ConfigError("the answer has no token; give a text (--answer), or leave it out for the model's answer")
+            raise ConfigError("the answer has no tokens; give a text with --answer, or drop it for the model's answer")
         return Answer(text, np.array(ids, dtype=np.int64))
 
     async def _greedy(self, rows: Sequence[int]) -> list[Answer]:
@@ -316,7 +316,9 @@ class Occluder:
         say(f"{item.task.id}: {sum(map(len, grid))} patches of {grid[0][0].side} px")
         found = self._map(wanted.image, item, answer.token_ids_T, grid)
         if not np.isfinite([found.logprob, *found.falls_RC.flat]).all():
-            raise DataError(f"{item.task.id}: the answer has a token that this model never draws; give another answer")
+            raise DataError(
+                f"{item.task.id}: the answer has a token that this model never samples; give another answer"
+            )
         numbers = AnswerMap(
             id=item.task.id,
             question=item.task.question,
@@ -341,7 +343,7 @@ class Occluder:
         self, image: int, item: PromptedTask, answer_T: NDArray[np.int64], grid: list[list[Patch]]
     ) -> OcclusionMap:
         train, temperature = self._model.config.train, self._model.config.rollout.temperature
-        # one after the other: the processed pictures of all patches together may take more memory than there is
+        # one by one, since the processed pictures of all patches together may not fit in memory
         views = (self._source.augmented(item, _only(image, patch))() for row in grid for patch in row)
         whole, *hidden = answer_logprobs(
             self._model.vlm,
@@ -359,11 +361,11 @@ def _grid(patch_px: int | None, size: tuple[int, int]) -> list[list[Patch]]:
     if (number := sum(map(len, grid))) > MAX_PATCHES:
         raise ConfigError(
             f"--patch-px {side_px}: a picture of {size[0]} x {size[1]} px has {number} patches, above the limit of "
-            f"{MAX_PATCHES}; set a larger one"
+            f"{MAX_PATCHES}; set a larger patch"
         )
     return grid
 
 
 def _only(image: int, patch: Patch) -> Callable[[int], PixelChange]:
-    """The changes of a prompt's pictures, counted from 0: the patch for one, none for the others."""
+    """The change of each picture of a prompt, counted from 0: the patch for one, no change for the others."""
     return lambda number: patch if number == image - 1 else lambda pixels_YXC: pixels_YXC

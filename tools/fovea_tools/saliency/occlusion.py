@@ -1,4 +1,4 @@
-"""Occlusion maps: where a picture matters for an answer (Zeiler and Fergus, arXiv 1311.2901).
+"""Occlusion maps show where a picture matters for an answer (Zeiler and Fergus, arXiv 1311.2901).
 
 One patch at a time is painted in the mean colour of the picture, and the log-prob of the answer is computed again.
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 _DIM = 0.3
-"""Brightness, without colour, of what the answer does not depend on."""
+"""Brightness of the grey areas that the answer does not depend on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A patch that hides what is below it: a change of a picture (`ImageRef.change`)."""
+    """A patch that hides a square of a picture (`ImageRef.change`)."""
 
     top: int
     left: int
@@ -34,15 +34,15 @@ class Patch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OcclusionMap:
-    """The log-prob of an answer, and how far it falls when a patch of the picture is hidden."""
+    """The log-prob of an answer, and its drop for each hidden patch of the picture."""
 
     logprob: float
     falls_RC: NDArray[np.float32]
-    """Nats; below 0 where the answer is likelier without the patch."""
+    """Drops in nats; below 0 where the answer is more likely without the patch."""
     side_px: int
 
     def over(self, picture: Image.Image) -> Image.Image:
-        """The picture, lit where the answer depends on it, by the share of the largest fall, and dim grey elsewhere."""
+        """The picture, lit in proportion to the drop of each patch, and dim grey where there is none."""
         side, (width, height) = self.side_px, picture.size
         share_RC = self.falls_RC.clip(0) / max(float(self.falls_RC.max()), 1e-9)
         share_YX1 = share_RC.repeat(side, axis=0).repeat(side, axis=1)[:height, :width, None]

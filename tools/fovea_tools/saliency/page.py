@@ -1,4 +1,4 @@
-"""The page of a run's maps: an HTML file beside their pictures, without scripts."""
+"""The page of a run's maps: an HTML file without scripts, in the folder of their pictures."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ div { flex: 1; min-width: 16rem; overflow-wrap: anywhere; white-space: pre-wrap;
 small { opacity: .7; }
 </style></head>
 <body><h1>Where answers look</h1>
-<p>A patch of a picture is as bright as its share of the largest fall of the answer's log-prob, in nats, that hiding one
-patch has caused.</p>
+<p>The brightness of a patch is the drop of the answer's log-prob when the patch is hidden, as a share of the largest
+drop in that picture.</p>
 """
 
 
 def write_page(run_dir: Path) -> Path:
-    """Write the page of all maps of a run beside them; returns its file."""
+    """Write the page of all maps of a run into their folder, and return its file."""
     path = run_dir / FOLDER / "index.html"
     parts = [_article(file, found) for file, found in read_maps(run_dir).items()]
     write_atomically(path, "".join((HEAD, *parts, "</body></html>\n")).encode("utf-8", "backslashreplace"))
@@ -37,7 +37,7 @@ def write_page(run_dir: Path) -> Path:
 
 
 def _article(file: Path, found: AnswerMap) -> str:
-    """A map's lit picture beside its question, its answer and its numbers; their text may be a stranger's."""
+    """The HTML of a map: lit picture, question, answer and numbers, escaped because the texts may be a stranger's."""
     most = max(0.0, *(fall for falls_C in found.falls for fall in falls_C))
     figures = f"log-prob {found.logprob:.3g}, up to {most:.3g} lower with {found.patch_px} px hidden"
     where = f"{found.id}, picture {found.image}, {found.weights}"

@@ -1,1 +1,1 @@
-"""The published workflows of mixtrain, vlm-rl-training and vlm-rl-eval, by their own names (docs/workflows.md)."""
+"""mixtrain's published workflows vlm-rl-training and vlm-rl-eval, under their names (docs/workflows.md)."""

@@ -1,4 +1,4 @@
-"""The inputs of the workflows: typed records whose errors name the input, and the right one where it is near."""
+"""The inputs of the workflows: typed records whose errors name the wrong input, and suggest the nearest name."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from fovea_tools.importer.elsewhere import systems
 
 EnvironmentName: TypeAlias = Literal["geospot", "vqa", "visual_qa"]
 RECIPES: Mapping[str, str] = {"geospot": "vlm_gym_geospot", "vqa": "vlm_gym_vqa", "visual_qa": "vlm_gym_vqa"}
-"""The recipe that a workflow starts from, by `env_name`."""
+"""The recipe that a workflow starts from, for each `env_name`."""
 DEFAULT_ENVIRONMENT = "geospot"
 ABOUT_ROWS: Mapping[str, str] = {"curriculum.level_weights": "env_dataset"}
-"""Settings of a recipe whose errors are about the rows of an input: visual QA's curriculum names types of questions."""
+"""Recipe settings whose errors are about an input's rows: visual QA's curriculum names types of questions."""
 
 Inputs = TypeVar("Inputs", bound=Section)
 
 
 class TrainingInputs(Section):
-    """The inputs of vlm-rl-training. One that is left out has the value of the recipe or, on a resume, of the run."""
+    """The inputs of vlm-rl-training. An omitted input keeps the value of the recipe or, on a resume, of the run."""
 
     env_name: EnvironmentName | None = None
-    """Environment: geospot, or vqa (visual_qa), questions about images."""
+    """Environment: geospot, or vqa (also visual_qa) for questions about images."""
     model_name: str | None = None
     """Model to start from: a folder or a hub id."""
     total_steps: PositiveInt | None = None
@@ -49,17 +49,17 @@ class TrainingInputs(Section):
     learning_rate: PositiveFloat | None = None
     """Peak learning rate of the policy."""
     curriculum_enabled: bool | None = None
-    """Go through the stages of the environment; false: the last stage from the first step on."""
+    """Go through the stages of the environment; false uses the last stage from the first step."""
     env_dataset: str | None = None
-    """Rows to train on: a file, a folder or a data set of the hub; a tenth is held out for the evaluation."""
+    """Rows to train on: a file, a folder or a data set on the hub; a tenth is held out for the evaluation."""
     checkpoint_interval: NonNegativeInt | None = None
-    """Steps between two checkpoints."""
+    """Number of steps between two checkpoints."""
     resume_checkpoint: str | None = None
-    """Checkpoint to go on from, or a run, whose newest it is."""
+    """Checkpoint to resume from, or a run, whose newest checkpoint is used."""
     ppo_epochs: PositiveInt | None = None
     """Passes over the episodes of a step."""
     clip_epsilon: Fraction | None = None
-    """Clipping of PPO's ratio on both sides."""
+    """Clipping range of PPO's ratio, on both sides."""
     value_coef: PositiveFloat | None = None
     """Weight of the value loss."""
     entropy_coef: NonNegativeFloat | None = None
@@ -69,48 +69,48 @@ class TrainingInputs(Section):
     gae_lambda: Fraction | None = None
     """Lambda of generalised advantage estimation."""
     settings: dict[str, Any] = Field(default={})
-    """Settings of a recipe beside these, by dotted name, such as rollout.engine; not an input of mixtrain's."""
+    """Further recipe settings by dotted name, such as rollout.engine; mixtrain's workflow has no such input."""
 
 
 class EvaluationInputs(Section):
     """The inputs of vlm-rl-eval."""
 
     env_name: EnvironmentName | None = None
-    """Environment; default: the one that trained_model was trained in, or geospot where its folder does not say."""
+    """Environment; default: the one that trained_model was trained in, or geospot if its folder does not tell."""
     trained_model: str
     """Model to evaluate: a run, a checkpoint, an exported folder, a hub id, or the address of a server."""
     baseline_model: str | None = None
-    """Model to compare it with, by the same kinds of names."""
+    """Model to compare it with, named in the same ways."""
     num_episodes: PositiveInt = 100
-    """Test rows that both answer, one greedy episode each; all rows where there are fewer."""
+    """Number of test rows that both models answer, with one greedy episode each; all rows if there are fewer."""
     settings: dict[str, Any] = Field(default={})
-    """Settings of a recipe beside these, by dotted name; not an input of mixtrain's."""
+    """Further recipe settings by dotted name; mixtrain's workflow has no such input."""
 
 
 RECORDS: Mapping[str, type[Section]] = {"vlm-rl-training": TrainingInputs, "vlm-rl-eval": EvaluationInputs}
 
 
 def read_inputs(record: type[Inputs], source: str) -> Inputs:
-    """The inputs in a JSON text, or in the file of that name; ConfigError naming the input that is wrong."""
+    """The inputs from a JSON text, or from the file of that name; ConfigError names the input that is wrong."""
     text, where = (source, "--input") if source.lstrip().startswith("{") else (_content(source), source)
     try:
         given = json.loads(text, object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where} line {error.lineno}: not valid JSON: {error.msg}") from None
     except RecursionError:
-        raise ConfigError(f"{where}: is nested too deeply for an object of inputs; flatten it") from None
+        raise ConfigError(f"{where}: nested too deeply for an object of inputs; flatten it") from None
     except ConfigError:
         raise
     except ValueError as error:
         reason = str(error).partition(";")[0]
-        raise ConfigError(f"{where}: a number is too long to be read ({reason}); write it shorter") from None
+        raise ConfigError(f"{where}: a number is too long ({reason}); shorten it") from None
     if not isinstance(given, dict):
         raise ConfigError(f'{where}: {show(given)} is not an object of inputs; write {{"total_steps": 100}}')
     return checked(record, given)
 
 
 def checked(record: type[Inputs], given: Mapping[str, object]) -> Inputs:
-    """The record of these inputs; ConfigError naming the first that is unknown, missing or of no fitting value."""
+    """The record of these inputs; ConfigError names the first one that is unknown, missing or has an unfit value."""
     check_names(record, given)
     for name, value in given.items():
         check_depth(value, name)
@@ -126,7 +126,7 @@ def checked(record: type[Inputs], given: Mapping[str, object]) -> Inputs:
 
 
 def check_names(record: type[Section], given: Mapping[str, object], others: Sequence[str] = ()) -> None:
-    """ConfigError for the first name that is neither an input of the record nor in `others`, with the nearest name."""
+    """Raise ConfigError for the first name that is neither an input of the record nor in `others`."""
     known = [*record.model_fields, *others]
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
@@ -134,26 +134,28 @@ def check_names(record: type[Section], given: Mapping[str, object], others: Sequ
 
 
 def keys_of(name: str) -> tuple[str, ...]:
-    """The settings that an input of the workflows stands for; none where it stands for no single value of a recipe."""
+    """The settings that an input stands for; empty if it does not stand for one value of a recipe."""
     counterpart = systems()["mixtrain"].by_key.get(name)
     return counterpart.ours if counterpart else ()
 
 
 def settings_of(inputs: Section, *apart: str) -> dict[str, object]:
-    """The settings of a recipe that the given inputs stand for, but for those `apart`, and those in `settings`."""
+    """Recipe settings that the given inputs stand for, except those `apart`, and those in the input `settings`."""
     given = inputs.model_dump(include=inputs.model_fields_set - {"settings", *apart}, exclude_none=True)
     own = {key: value for name, value in given.items() for key in keys_of(name)}
     settings: dict[str, object] = inputs.model_dump()["settings"]
     named = inputs.model_dump(include=inputs.model_fields_set - {"settings"}, exclude_none=True)
     twice = next((name for name in named for key in keys_of(name) if key in settings), None)
     if twice is not None:
-        raise ConfigError(f"{twice}: settings has {keys_of(twice)[0]} beside it, which is the same; drop either")
+        raise ConfigError(
+            f"{twice}: the input settings also sets {keys_of(twice)[0]}, which is the same; remove one of them"
+        )
     return own | settings
 
 
 @contextmanager
 def errors_name_inputs(inputs: Section) -> Iterator[None]:
-    """Put the input in front of an error about the setting that it stands for."""
+    """Prefix an error about a setting with the input that stands for it."""
     try:
         yield
     except (ConfigError, DataError, ModelError, MissingExtraError) as error:
@@ -164,7 +166,7 @@ def errors_name_inputs(inputs: Section) -> Iterator[None]:
 
 
 def _is_about(message: str, name: str) -> bool:
-    # a key without a dot, such as max_steps, stands in messages about others as well, but does not begin them
+    # a key without a dot, such as max_steps, also occurs in messages about other keys, but not at their beginning
     keys = (*keys_of(name), *(key for key, about in ABOUT_ROWS.items() if about == name))
     return any(message.startswith(f"{key}=") or ("." in key and key in message) for key in keys)
 
@@ -174,29 +176,29 @@ def _content(source: str) -> str:
         return Path(source).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"--input {source}: cannot be read ({reason}); give a file of JSON, or JSON itself") from None
+        raise ConfigError(f"--input {source}: cannot be read ({reason}); give a JSON file, or a JSON text") from None
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"{twice}: is given twice; give it once")
+        raise ConfigError(f"{twice}: given twice; remove one of them")
     return dict(pairs)
 
 
 def _meant(unknown: str, record: type[Section], known: Sequence[str]) -> str:
-    """Suggest a name in place of an unknown input."""
+    """Advice on an unknown input, with a name to use in its place."""
     same = [name for name in known if unknown in keys_of(name)]
     near = same or difflib.get_close_matches(unknown, known, n=1, cutoff=CLOSE_ENOUGH)
     if near:
         return f"did you mean {near[0]}?"
     other = next((flow for flow, each in RECORDS.items() if each is not record and unknown in each.model_fields), None)
     if other is not None:
-        return f"it is one of {other}"
+        return f"it is an input of {other}"
     if _is_setting(unknown):
-        return f'a setting of a recipe is given as "settings": {{"{unknown}": ...}}'
-    return f"there are {', '.join(known)}"
+        return f'give a recipe setting as "settings": {{"{unknown}": ...}}'
+    return f"the inputs are {', '.join(known)}"
 
 
 def _is_setting(key: str) -> bool:

@@ -1,6 +1,6 @@
 """The workflows vlm-rl-training and vlm-rl-eval as MixFlow classes of the mixtrain SDK (extra: mixtrain).
 
-The folder workflows/mixtrain has the files for `mixtrain workflow create`.
+The folder workflows/mixtrain contains the files for `mixtrain workflow create`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Run = TypeVar("Run", bound=Callable[..., dict[str, Any]])
 Flow = TypeVar("Flow", bound=type[MixFlow])
 
 SAVE_RESULTS = inspect.Parameter("save_results", inspect.Parameter.KEYWORD_ONLY, default=True, annotation=bool)
-"""An input that only the training here has: save its results in the workspace."""
+"""An input that only this training has: save its results in the workspace."""
 IMAGE = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime"
-"""The image of the published page has torch 2.6, which is too old for Fovea."""
+"""Container image; the one on the published page has torch 2.6, which is too old for Fovea."""
 VOLUME = Path("/data")
-"""The workspace's volume in a sandbox, by the SDK; it outlives the sandbox."""
+"""Path at which the SDK mounts the workspace's volume in a sandbox; the volume outlives the sandbox."""
 MAX_NAME_LENGTH = 63
-"""Of the names in a workspace."""
+"""Longest name that a workspace allows."""
 
 
 def takes(record: type[Section], *own: inspect.Parameter, **other_types: object) -> Callable[[Run], Run]:
-    """Give `run` the inputs of a record as its parameters, where the SDK looks for their names, types and defaults."""
+    """Give `run` the inputs of a record as parameters; the SDK reads names, types and defaults from its signature."""
 
     def with_signature(run: Run) -> Run:
         parameters = [
@@ -60,7 +60,7 @@ def takes(record: type[Section], *own: inspect.Parameter, **other_types: object)
 
 
 def names_checked(record: type[Section], *own: str) -> Callable[[Flow], Flow]:
-    """Check the names of inputs before the SDK does, whose error does not tell which one may be meant."""
+    """Check the names of inputs before the SDK does, since its error does not suggest the right name."""
 
     def with_check(flow: Flow) -> Flow:
         run_of_sdk = flow.run
@@ -79,12 +79,12 @@ def names_checked(record: type[Section], *own: str) -> Callable[[Flow], Flow]:
 
 @names_checked(TrainingInputs, "save_results")
 class VLMRLTraining(MixFlow):  # type: ignore[misc]
-    """Train a vision-language model by PPO in an environment with verifiable rewards."""
+    """Train a vision-language model with PPO in an environment with verifiable rewards."""
 
     _sandbox = Sandbox(image=IMAGE, gpu="A100", gpu_per_node=4, timeout=14400)
 
     def setup(self, save_results: bool = True) -> None:
-        """Find out before the training whether its results can be saved."""
+        """Check before training that its results can be saved."""
         if save_results:
             _ = self.mix.workspace_name
 
@@ -93,8 +93,9 @@ class VLMRLTraining(MixFlow):  # type: ignore[misc]
         """Train, and return the outputs of the workflow.
 
         `env_dataset` is a Dataset, or the name of one in the workspace. With `save_results` the run folder and the
-        exported model (`checkpoint`) are on the workspace's volume, the metrics become a Dataset of the workspace, and
-        the evaluation an Eval over a Dataset of the held-out figures; without, a local Dataset and the figures.
+        exported model (`checkpoint`) go to the workspace's volume, the metrics become a Dataset of the workspace, and
+        the evaluation becomes an Eval over a Dataset of the held-out figures. Without it, the outputs have a local
+        Dataset and the figures.
         """
         inputs = checked(TrainingInputs, _given(given))
         outputs = train(on_volume(inputs) if save_results else inputs, self._rows(env_dataset))
@@ -103,7 +104,7 @@ class VLMRLTraining(MixFlow):  # type: ignore[misc]
         return results | self._saved(outputs, metrics) if save_results else results
 
     def _saved(self, outputs: TrainingOutputs, metrics: Any) -> dict[str, Any]:
-        """Save the results in the workspace; returns those that are objects of it."""
+        """Save the results in the workspace, and return those that are workspace objects."""
         saved = {
             "checkpoint": _checkpoint(outputs),
             "metrics_dataset": metrics.save(_name("metrics", outputs), client=self.mix),
@@ -125,7 +126,7 @@ class VLMRLTraining(MixFlow):  # type: ignore[misc]
 
 @names_checked(EvaluationInputs)
 class VLMRLEval(MixFlow):  # type: ignore[misc]
-    """Evaluate a trained vision-language model beside a baseline on the same rows."""
+    """Compare a trained vision-language model with a baseline on the same rows."""
 
     _sandbox = Sandbox(image=IMAGE, gpu="A100", timeout=14400)
 
@@ -136,12 +137,12 @@ class VLMRLEval(MixFlow):  # type: ignore[misc]
 
 
 def _given(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs but for those that the SDK filled in: None stands for one that is left out."""
+    """The inputs without those that the SDK filled in as None because they were omitted."""
     return {name: value for name, value in inputs.items() if value is not None}
 
 
 def on_volume(inputs: TrainingInputs) -> TrainingInputs:
-    """The inputs with a run folder on the workspace's volume, unless the settings name one or the run resumes."""
+    """The inputs with a run folder on the workspace's volume, unless they set run_dir or resume a run."""
     if not VOLUME.is_dir() or inputs.resume_checkpoint is not None or "run_dir" in inputs.settings:
         return inputs
     given = inputs.model_dump(exclude_unset=True)
@@ -149,11 +150,11 @@ def on_volume(inputs: TrainingInputs) -> TrainingInputs:
 
 
 def _checkpoint(outputs: TrainingOutputs) -> Checkpoint | None:
-    """The trained model in transformers' format on the volume, for `Model.create`; None where no volume is mounted."""
+    """The trained model on the volume in transformers' format, for `Model.create`; None without a mounted volume."""
     if not VOLUME.is_dir():
         return None
     with TemporaryDirectory() as folder:
-        # the run has just been trained here, so that its settings are the user's
+        # trust: the run was just trained here, so its settings are the user's
         exported = export(outputs.trained_model, Path(folder) / "model", trust=True).folder
         target = VOLUME / "fovea/models" / _name("model", outputs)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +162,7 @@ def _checkpoint(outputs: TrainingOutputs) -> Checkpoint | None:
 
 
 def figure_rows(evaluation: FiguresAlongARun) -> Iterator[dict[str, object]]:
-    """A row for each held-out figure of each stage of a run, with its 95 % interval."""
+    """Yield a row for each held-out figure of each stage of a run, with its 95 % interval."""
     for stage in ("before", "warmup", "final"):
         figures = evaluation[stage]
         if figures is None:
@@ -172,7 +173,7 @@ def figure_rows(evaluation: FiguresAlongARun) -> Iterator[dict[str, object]]:
 
 
 def _name(kind: str, outputs: TrainingOutputs) -> str:
-    """A name for the workspace that tells the run, whose folder ends with the time of its start."""
+    """A name for the workspace that contains the run's; the run's folder ends with its start time."""
     start = f"vlm-rl-{kind}-step-{outputs.total_steps}-"
     run = re.sub(r"[^a-z0-9_-]+", "-", outputs.run.name.lower())
     return start + run[len(start) - MAX_NAME_LENGTH :]

@@ -1,7 +1,7 @@
-"""The workflow vlm-rl-training: a run of PPO from the recipe of an environment, or on from a checkpoint.
+"""The workflows vlm-rl-training, a PPO run from an environment's recipe or from a checkpoint, and vlm-rl-eval.
 
-A step of the published workflow is one answer, and an episode the answers that PPO trains on together: 10,000 steps are
-625 episodes of 16. A training step of Fovea is such an episode.
+A step of the published workflow is one answer, and an episode is the answers that PPO trains on together: 10,000 steps
+are 625 episodes of 16. A training step of Fovea corresponds to such an episode.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class EvaluationOutputs:
 
     env_name: str
     num_episodes: int
-    """Rows that every model answered."""
+    """Number of rows that every model answered."""
     trained_model: TargetMetrics
-    """Its `versus_first` is its accuracy minus that of the baseline, paired by row."""
+    """Metrics of the trained model; `versus_first` is its accuracy minus the baseline's, paired by row."""
     baseline_model: TargetMetrics | None
-    """None where none was named."""
+    """Metrics of the baseline; None if the inputs name none."""
 
     def to_json(self) -> dict[str, Any]:
         """The outputs by name as JSON has them."""
@@ -63,10 +63,10 @@ class EvaluationOutputs:
 
 
 def evaluate(inputs: EvaluationInputs, *, trust: bool = False) -> EvaluationOutputs:
-    """Evaluate by greedy answers on the test rows of the trained run; for a plain model, on those of the recipe.
+    """Evaluate greedy answers on the trained run's test rows, or for a plain model on the recipe's test rows.
 
-    `trust` lets the code run that the settings of the models' own folders name. Raises FoveaError, with the input in
-    front where the error is about one.
+    `trust` allows code that the settings in the models' folders name. Raises FoveaError, prefixed with the input that
+    it is about.
     """
     names = {"baseline_model": inputs.baseline_model, "trained_model": inputs.trained_model}
     words = {name: word for name, word in names.items() if word is not None}
@@ -90,7 +90,7 @@ def evaluate(inputs: EvaluationInputs, *, trust: bool = False) -> EvaluationOutp
 
 
 def overrides_for(inputs: EvaluationInputs) -> list[Tree]:
-    """The settings of the inputs; the default of num_episodes gives way to `settings`."""
+    """The settings of the inputs; a value in `settings` overrides the default of num_episodes."""
     settings = settings_of(inputs, "env_name")
     size = {} if is_set("evaluate.test_size", settings) else {"evaluate.test_size": inputs.num_episodes}
     return overrides_of(settings, size)
@@ -104,7 +104,7 @@ def _target(name: str, word: str) -> Target:
 
 
 def _recipe(inputs: EvaluationInputs, targets: list[Target]) -> Path | None:
-    """The recipe with the rows; None where the folder of a target says which rows it was trained on."""
+    """The recipe that names the rows; None if a target's folder says which rows it was trained on."""
     if any(settings_file(target) is not None for target in targets):
         return None
     return shipped_recipe(RECIPES[inputs.env_name or DEFAULT_ENVIRONMENT])
@@ -120,17 +120,17 @@ class TrainingOutputs:
     """Outputs of vlm-rl-training."""
 
     final_reward: float | None
-    """Mean reward of the last 100 episodes; None before the first."""
+    """Mean reward of the last 100 episodes; None if there is none."""
     total_steps: int
-    """Answers that were trained on."""
+    """Number of answers that were trained on."""
     total_episodes: int
-    """Training steps."""
+    """Number of training steps."""
     metrics_dataset: Path
-    """JSON Lines, one object of metrics for each step (`python -m fovea.metrics.names`)."""
+    """JSON Lines file with one object of metrics per step (`python -m fovea.metrics.names`)."""
     evaluation: FiguresAlongARun | None
-    """Figures on the test rows before and after training; None where the run took no reading at its end."""
+    """Figures on the test rows before and after training; None if the run was not evaluated at its end."""
     trained_model: Path
-    """The last checkpoint: `trained_model` of vlm-rl-eval, `resume_checkpoint` of vlm-rl-training."""
+    """The last checkpoint, for `trained_model` of vlm-rl-eval or `resume_checkpoint` of vlm-rl-training."""
     run: Path
     """The run folder, with samples and report (docs/runs.md)."""
 
@@ -141,10 +141,10 @@ class TrainingOutputs:
 
 
 def train(inputs: TrainingInputs, rows: InMemory | None = None, *, trust: bool = False) -> TrainingOutputs:
-    """Train to the last step and return its figures; `rows` are those of `env_dataset` where they are in memory.
+    """Train to the last step and return the outputs; `rows` are those of `env_dataset` if they are in memory.
 
-    `trust` lets the run of `resume_checkpoint` run the code that its own settings name. Raises FoveaError, with the
-    input in front where the error is about one.
+    `trust` allows code that the settings of the resumed run name. Raises FoveaError, prefixed with the input that it is
+    about.
     """
     with errors_name_inputs(inputs):
         trainer = new_run(inputs, rows) if inputs.resume_checkpoint is None else _resumed(inputs, rows, trust=trust)
@@ -152,7 +152,7 @@ def train(inputs: TrainingInputs, rows: InMemory | None = None, *, trust: bool =
 
 
 def new_run(inputs: TrainingInputs, rows: InMemory | None) -> PPO:
-    """The run that inputs without `resume_checkpoint` describe, not begun; ConfigError for those that do not fit."""
+    """The run that inputs without `resume_checkpoint` describe, not started; ConfigError for unfit inputs."""
     settings = _settings_of(inputs, "env_name", "env_dataset", "model_name")
     if inputs.env_dataset is not None and rows is None:
         files = {"train_files": [inputs.env_dataset], "test_files": None, "test_share": TEST_SHARE}
@@ -164,19 +164,19 @@ def new_run(inputs: TrainingInputs, rows: InMemory | None) -> PPO:
 
 
 def _settings_of(inputs: TrainingInputs, *apart: str) -> dict[str, object]:
-    """The settings that the inputs stand for, on all GPUs of this machine unless they place the run themselves."""
+    """The settings that the inputs stand for, on all GPUs of this machine unless they set `cluster`."""
     settings = settings_of(inputs, *COUNT_ANSWERS, *apart)
     return settings if is_set("cluster", settings) else settings | {"cluster.gpus_per_node": _gpus_for_ray()}
 
 
 def _gpus_for_ray() -> int | None:
-    """GPUs of this machine, each with a worker of Ray's; None for one process, or those that torchrun has started."""
+    """GPUs of this machine that get a Ray worker each; None for a single process, or for processes of torchrun."""
     num_gpus = torch.cuda.device_count()
     return num_gpus if num_gpus > 1 and num_processes() == 1 else None
 
 
 def _in_training_steps(inputs: TrainingInputs, rollout: Rollout) -> dict[str, object]:
-    """The settings of the inputs that count answers."""
+    """The settings for the inputs that count answers, converted to training steps."""
     given: Mapping[str, int | None] = {name: getattr(inputs, name) for name in COUNT_ANSWERS}
     answers = _answers_per_step(rollout)
     return {
@@ -189,16 +189,16 @@ def _answers_per_step(rollout: Rollout) -> int:
 
 
 def _resumed(inputs: TrainingInputs, rows: InMemory | None, *, trust: bool) -> PPO:
-    """The run of a checkpoint with its own settings, but for those that inputs are given for."""
+    """The run of a checkpoint with its own settings, except those that inputs override."""
     if rows is not None or inputs.env_dataset is not None:
-        raise ConfigError("env_dataset: a run goes on with its own rows; drop env_dataset, or resume_checkpoint")
+        raise ConfigError("env_dataset: a resumed run keeps its rows; drop env_dataset, or resume_checkpoint")
     assert inputs.resume_checkpoint is not None, "called for a resume"
     try:
         checkpoint = find_checkpoint(Path(inputs.resume_checkpoint).expanduser())
     except (ConfigError, DataError) as error:
         raise ConfigError(f"resume_checkpoint: {error}") from error
     if inputs.env_name is not None:
-        raise ConfigError("env_name: a run goes on in its own environment; drop env_name, or resume_checkpoint")
+        raise ConfigError("env_name: a resumed run keeps its environment; drop env_name, or resume_checkpoint")
     recipe = checkpoint.run / CONFIG_FILE
     place: dict[str, object] = {"resume": str(checkpoint.folder), "run_dir": str(checkpoint.run)}
     settings = _settings_of(inputs, "resume_checkpoint", "model_name")
@@ -224,6 +224,6 @@ def _outputs(trained: TrainedRun, rollout: Rollout) -> TrainingOutputs:
 
 
 def final_reward(metrics: Sequence[Metrics]) -> float | None:
-    """Mean reward of the last 100 episodes, of fewer where there are no more; None without any."""
+    """Mean reward of the last 100 episodes, or of fewer if there are fewer; None without episodes."""
     last = [row["reward"] for row in metrics[-LAST_EPISODES:]]
     return sum(last) / len(last) if last else None
