@@ -50,7 +50,7 @@ class ModelServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A process to start."""
+    """The command and environment of a process to start."""
 
     command: Sequence[str]
     environment: Mapping[str, str] = field(repr=False)

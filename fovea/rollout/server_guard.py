@@ -1,4 +1,4 @@
-"""Guard of an engine's web server: who may call it, and what a request may hold."""
+"""Guard of an engine's web server: who may call it, and what a request may contain."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ class NetworkEngine(Engine, Protocol):
 class WeightSender:
     """Sends the tensors of a policy to this process's receivers; all ranks of the policy run the same weight syncs.
 
-    The first weight sync sends all weights. Later ones send those that training changes: no frozen tower, and with LoRA
-    only the adapters if the engine can load them. The weight sync after one that failed sends all weights again.
+    The first weight sync sends all weights. Later ones send only those that training changes, without a frozen tower;
+    with LoRA, these are the adapters if the engine can load them. After a failed weight sync, the next one sends all.
     """
 
     def __init__(

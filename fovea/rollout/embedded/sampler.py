@@ -129,7 +129,7 @@ def inverse_cdf(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
     The probabilities of a row need not sum to 1.
     """
     vocabulary = probs_BW.shape[1]
-    # blocks of about the square root of the vocabulary make both levels equally long
+    # a block size near the square root of the vocabulary size makes both levels about equally long
     size = 2 ** math.ceil(math.log2(vocabulary) / 2)
     block_B1, within_B1 = _find(_block_sums(probs_BW, size), uniform_B[:, None])
     # the last block may extend past the vocabulary, where probabilities are 0

@@ -37,7 +37,7 @@ FAMILIES = TESTED_FAMILIES["SGLang"]
 PATCH_VALUES = 1176
 """Values per patch (3 x 2 x 14 x 14) by which SGLang distinguishes pixels from features, for Qwen2.5-VL only."""
 DEEPSTACK_LAYERS = 3
-"""Vision layers whose features SGLang's Qwen3-VL-MoE adds to its decoder, whatever the config says."""
+"""Number of vision layers whose features SGLang's Qwen3-VL-MoE adds to its decoder, regardless of the config."""
 
 CONTEXT_MARGIN_TOKENS = 8
 """Tokens added to SGLang's context length, since SGLang reserves a few of them."""
@@ -174,7 +174,7 @@ def _fixed(model: Model, seed: int, device: torch.device) -> dict[str, Any]:
         "trust_remote_code": False,
         "device": device.type,
         "base_gpu_id": device.index or 0,
-        # frees memory for the update
+        # lets the engine free memory for the update
         "enable_memory_saver": device.type != "cpu",
         # the backend that samples by a request's seed
         "sampling_backend": "pytorch",
