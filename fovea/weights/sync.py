@@ -60,7 +60,7 @@ class WeightSender:
         """`dtype` is the dtype of the engines' weights; the policy's shards may have another one.
 
         With `always_all`, every weight sync sends all weights; it must be equal on all ranks, also on those without a
-        receiver. `call` runs it in turn with the policy's other calls, so that their collectives do not interleave.
+        receiver. `call` runs weight syncs in turn with the policy's other calls, so that collectives never interleave.
         """
         self._weights = weights
         self._receivers = receivers

@@ -33,7 +33,7 @@ POOL_FRAC = 0.8
 SPARE_FRAC = 0.1
 """Share of the GPU that must stay free in an update if the pool stays, since the next update may need more memory."""
 MEASURED_UPDATES = 2
-"""Updates to measure before a pool stays, if no update may fail; a single one may have had no signal, so no passes."""
+"""Updates to measure before a pool stays, if no update may fail; a single one may have had no signal and so no pass."""
 KEPT_PART = 8
 """With a pool of the default size, kept turns may hold the pool's tokens divided by this number."""
 

@@ -150,7 +150,7 @@ def _block_sums(probs_BW: Tensor, size: int) -> Tensor:
 
 
 def _find(weights_BX: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Search a CDF: returns the interval [B, 1] of each number, and its relative position in there, in [0, 1)."""
+    """Search a CDF: returns the interval [B, 1] of each number, and its relative position within it, in [0, 1)."""
     # in float64, u < 1 implies u * total < total, so that the interval exists and is not empty; NaN gives the last
     # interval, and the engine rejects such a completion when it has finished
     cumulative_BX = weights_BX.double().cumsum(dim=-1)

@@ -66,7 +66,7 @@ CPU_ARGUMENTS: Mapping[str, Any] = {
 ENVIRONMENT: Mapping[str, str] = {
     # cached image features would outlive the weights that computed them
     "SGLANG_VLM_CACHE_SIZE_MB": "0",
-    # otherwise log-probs are those before temperature and bans, not of the distribution that is sampled from
+    # otherwise SGLang returns log-probs without temperature and banned ids, not those that it samples from
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     # allows CONTEXT_MARGIN_TOKENS; Fovea itself compares max_model_len with the model
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
