@@ -22,7 +22,7 @@ class EngineAccess:
     """Maximum length of a prompt and its completion together, in tokens."""
     seed: int
     network: PolicyNetwork | None = None
-    """The network with which an engine samples that shares the policy's weights."""
+    """The network for an engine that shares the policy's weights."""
     synced: Collection[str] = ()
     """Names of the weights that every weight sync sends; the engine frees their memory while it sleeps."""
     can_free_memory: bool = False

@@ -75,7 +75,7 @@ async def collect(  # noqa: PLR0913 (each argument is an independent property of
         talks = Conversations.of(environment, places, engine=engine, log=sessions, seen_reply=interaction.seen_reply)
 
     async def group(index: int, item: PromptedTask) -> Group | None:
-        # ids and seeds depend on no earlier call, so that a resumed run samples the same
+        # ids and seeds do not depend on earlier calls, so that a resumed run samples the same completions
         request = Request(
             id="/".join(map(str, (*seed, index))),
             prompt=item.prompt,

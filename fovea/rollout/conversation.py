@@ -20,7 +20,7 @@ from fovea_gym.types import Message, Score, Task, Turn
 
 
 class Speaker(Protocol):
-    """The model in one episode."""
+    """The model's side of one episode."""
 
     async def answer(self, session: Session, turns: Sequence[Turn], messages: Sequence[Message]) -> Turn | None:
         """Generate the turn after `turns` that answers these messages; None if the episode has no room for it."""

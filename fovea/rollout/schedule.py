@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Protocol, TypeAlias, runtime_checkable
 
 Place: TypeAlias = tuple[int, int]
-"""Index of an episode's group in the rollout, and its number in the group."""
+"""Index of an episode's group in the rollout, and the episode's index in the group."""
 
 
 @runtime_checkable

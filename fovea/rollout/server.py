@@ -31,7 +31,7 @@ class ModelServer:
     name: str
     """The model's name in requests."""
     dtype: str = "auto"
-    """Dtype of the weights, as in the model's files; `auto` lets the engine choose, possibly fewer bits."""
+    """Dtype of the weights in the model's files; `auto` lets the engine choose one, possibly with fewer bits."""
     host: str
     port: int
     api_key: str | None = field(default=None, repr=False)
@@ -50,7 +50,7 @@ class ModelServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A process to start."""
+    """The command and environment of a process to start."""
 
     command: Sequence[str]
     environment: Mapping[str, str] = field(repr=False)
@@ -98,7 +98,7 @@ BROKEN_SYNC = (
 
 @dataclass(slots=True, kw_only=True)
 class Readiness:
-    """State of an engine that decides if it can serve a request: its limits, weights version and sleep."""
+    """State that decides if an engine can serve a request: its limits, its weights, and if it is asleep."""
 
     max_model_len: int
     """Maximum number of tokens of a prompt with its completion."""

@@ -1,4 +1,4 @@
-"""Guard of an engine's web server: who may call it, and what a request may hold."""
+"""Guard of an engine's web server: who may call it, and what a request may contain."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Guard:
             raise RefusedError(FORBIDDEN, b"this server answers only %s" % ", ".join(ASKING).encode())
 
     async def _checked_body(self, receive: Receive) -> bytes:
-        """Read a request for completions, and return its body with the bans added and image addresses replaced."""
+        """Read a request for completions; returns its body with biases for banned ids, and with addresses replaced."""
         body = await whole_body(receive, MAX_BODY_BYTES)
         if body is None:
             raise RefusedError(TOO_LARGE, b"the request has more than %d bytes" % MAX_BODY_BYTES)

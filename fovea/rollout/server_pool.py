@@ -43,7 +43,7 @@ def understood(server: JsonServer, path: str) -> AbstractContextManager[None]:
 
 @dataclass(slots=True, eq=False)
 class PooledServer:
-    """A server of the pool."""
+    """One server of the pool, with its load and readiness."""
 
     server: JsonServer
     load: int = 0

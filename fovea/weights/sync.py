@@ -44,8 +44,8 @@ class NetworkEngine(Engine, Protocol):
 class WeightSender:
     """Sends the tensors of a policy to this process's receivers; all ranks of the policy run the same weight syncs.
 
-    The first weight sync sends all weights. Later ones send those that training changes: no frozen tower, and with LoRA
-    only the adapters if the engine can load them. The weight sync after one that failed sends all weights again.
+    The first weight sync sends all weights. Later ones send only those that training changes, without a frozen tower;
+    with LoRA, these are the adapters if the engine can load them. After a failed weight sync, the next one sends all.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WeightSender:
         """`dtype` is the dtype of the engines' weights; the policy's shards may have another one.
 
         With `always_all`, every weight sync sends all weights; it must be equal on all ranks, also on those without a
-        receiver. `call` runs it in turn with the policy's other calls, so that their collectives do not interleave.
+        receiver. `call` runs weight syncs in turn with the policy's other calls, so that collectives never interleave.
         """
         self._weights = weights
         self._receivers = receivers

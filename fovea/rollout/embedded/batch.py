@@ -248,7 +248,7 @@ class DecodeBatch:
         state.running_B[index] = False
 
     def _refresh(self) -> None:
-        """Recompute batch-wide facts after rows were added or removed."""
+        """Recompute the values for the whole batch after rows were added or removed."""
         requests = {row.request for row in self.rows}
         self._needs = needs_of([request.sampling for request in requests])
         self._limit = max(request.limit_tokens for request in requests)

@@ -33,7 +33,7 @@ POOL_FRAC = 0.8
 SPARE_FRAC = 0.1
 """Share of the GPU that must stay free in an update if the pool stays, since the next update may need more memory."""
 MEASURED_UPDATES = 2
-"""Updates to measure before a pool stays, if no update may fail; a single one may have had no signal, so no passes."""
+"""Updates to measure before a pool stays, if no update may fail; a single one may have had no signal and so no pass."""
 KEPT_PART = 8
 """With a pool of the default size, kept turns may hold the pool's tokens divided by this number."""
 
@@ -70,7 +70,7 @@ class PoolMemory:
         *,
         can_free_memory: bool = False,
     ) -> None:
-        """Without `device`, the engine has no pool; without `max_batch_tokens`, the free memory of a GPU decides.
+        """Without `device`, the engine has no pool; without `max_batch_tokens`, its size follows a GPU's free memory.
 
         `copied_bytes` is the size of the copied weights, which stay or are freed with the pool. With `can_free_memory`,
         an update that runs out of memory frees the pool and continues.
@@ -111,7 +111,7 @@ class PoolMemory:
             spare = int(SPARE_FRAC * total) // (2 if stayed else 1)
             was_freed = self.stays and not stayed
             beside = 0 if was_freed else free - spare + held - self._copied_bytes
-            # the minimum, since an update without signal needs next to no memory, but the next one as much as ever
+            # the minimum, since an update without signal needs next to no memory, but the next one as much as usual
             self._beside_update = min(beside, self._beside_update) if self._num_updates else beside
             self._num_updates += 1
 

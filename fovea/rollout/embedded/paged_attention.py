@@ -15,8 +15,8 @@ from fovea.models.varlen import HeadShape
 from fovea.rollout.embedded.paged_cache import PagedKernel, gathered_attention
 
 TRIALS = ((2, 40), (3, 130), (40, 300), (300, 600))
-"""Numbers of rows, and of keys at most per row: kernels can be right for one row or up to 128 or 256 keys, and then
-wrong."""
+"""Numbers of rows, and maximum numbers of keys per row: a kernel may be right for one row, or up to 128 or 256 keys,
+and wrong beyond that."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest relative error (ratio of norms) by dtype, from the rounding of scores, weights and outputs."""
 TRIAL_PAGES = 64

@@ -154,7 +154,7 @@ def prompt_passes(
 def prompt_attention(
     spans: Sequence[TokenSpan], whole: bool, cache: Cache, scale: float, device: torch.device
 ) -> Attend:
-    """Return the attention of one pass, which also stores keys and values; `whole` says that its spans are prompts."""
+    """Attention of one pass, which also stores keys and values; `whole` says that the spans are whole prompts."""
     store = cache.writer(spans)
     sizes = [span.end - span.start for span in spans]
     if whole:
@@ -169,7 +169,7 @@ def prompt_attention(
 
     def tails(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         store(layer, key, value)
-        # keys are read back from the cache, which also holds the tokens before
+        # keys and values are read back from the cache, which also holds the earlier tokens
         outs = [
             _attention_of_tail(query_NHD, *cache.prompt(layer, span), mask_NL, scale)
             for query_NHD, span, mask_NL in zip(query.split(sizes), spans, masks, strict=True)

@@ -35,7 +35,7 @@ class Recorder:
     def __init__(self, vlm: VLM, tape: Tape | None) -> None:
         self._vlm, self._tape = vlm, tape
         self._on = self._records = False
-        """True if the running requests are recorded at all, and True if their linear outputs are."""
+        """True if the running requests are recorded; `_records` is True if this includes their linear outputs."""
         self._graph_number = 0
         self._kept: dict[QueuedRequest, _Kept] = {}
 

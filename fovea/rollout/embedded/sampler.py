@@ -129,7 +129,7 @@ def inverse_cdf(probs_BW: Tensor, uniform_B: Tensor) -> Tensor:
     The probabilities of a row need not sum to 1.
     """
     vocabulary = probs_BW.shape[1]
-    # blocks of about the square root of the vocabulary make both levels equally long
+    # a block size near the square root of the vocabulary size makes both levels about equally long
     size = 2 ** math.ceil(math.log2(vocabulary) / 2)
     block_B1, within_B1 = _find(_block_sums(probs_BW, size), uniform_B[:, None])
     # the last block may extend past the vocabulary, where probabilities are 0
@@ -150,7 +150,7 @@ def _block_sums(probs_BW: Tensor, size: int) -> Tensor:
 
 
 def _find(weights_BX: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Search a CDF: returns the interval [B, 1] of each number, and its relative position in there, in [0, 1)."""
+    """Search a CDF: returns the interval [B, 1] of each number, and its relative position within it, in [0, 1)."""
     # in float64, u < 1 implies u * total < total, so that the interval exists and is not empty; NaN gives the last
     # interval, and the engine rejects such a completion when it has finished
     cumulative_BX = weights_BX.double().cumsum(dim=-1)

@@ -11,7 +11,7 @@ from fovea.types import Completion
 from fovea_gym.utils.lru_cache import LRUCache
 
 PREFILL_PASSES = 2
-"""Number of forward passes whose tokens are the limit for prompts that are admitted at once."""
+"""Prompts are admitted together if their tokens fit into this number of forward passes."""
 
 
 class Scheduler:

@@ -23,8 +23,8 @@ from fovea.rollout.embedded.prefill import PASS_TOKENS
 CacheKind = Literal["dense", "paged"]
 
 CUDA_DECODE_STEPS_PER_WAIT = 8
-"""Each wait stops the host until the device is done; with fewer waits, finished rows decode on in vain, for half of
-this interval on average."""
+"""Each wait stops the host until the device is done. Between two waits, finished rows keep decoding for nothing, on
+average for half of this interval."""
 
 
 @dataclass(frozen=True, slots=True)

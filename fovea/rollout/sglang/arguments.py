@@ -37,7 +37,7 @@ FAMILIES = TESTED_FAMILIES["SGLang"]
 PATCH_VALUES = 1176
 """Values per patch (3 x 2 x 14 x 14) by which SGLang distinguishes pixels from features, for Qwen2.5-VL only."""
 DEEPSTACK_LAYERS = 3
-"""Vision layers whose features SGLang's Qwen3-VL-MoE adds to its decoder, whatever the config says."""
+"""Number of vision layers whose features SGLang's Qwen3-VL-MoE adds to its decoder, regardless of the config."""
 
 CONTEXT_MARGIN_TOKENS = 8
 """Tokens added to SGLang's context length, since SGLang reserves a few of them."""
@@ -66,7 +66,7 @@ CPU_ARGUMENTS: Mapping[str, Any] = {
 ENVIRONMENT: Mapping[str, str] = {
     # cached image features would outlive the weights that computed them
     "SGLANG_VLM_CACHE_SIZE_MB": "0",
-    # otherwise log-probs are those before temperature and bans, not of the distribution that is sampled from
+    # otherwise SGLang returns log-probs without temperature and banned ids, not those that it samples from
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     # allows CONTEXT_MARGIN_TOKENS; Fovea itself compares max_model_len with the model
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -174,7 +174,7 @@ def _fixed(model: Model, seed: int, device: torch.device) -> dict[str, Any]:
         "trust_remote_code": False,
         "device": device.type,
         "base_gpu_id": device.index or 0,
-        # frees memory for the update
+        # lets the engine free memory for the update
         "enable_memory_saver": device.type != "cpu",
         # the backend that samples by a request's seed
         "sampling_backend": "pytorch",

@@ -145,8 +145,8 @@ def _check(result: tuple[bool, str]) -> None:
 
 async def serve(engine: Any, connection: Connection) -> None:
     """Serve the trainer until it closes the connection or its process ends."""
-    # on a CPU, SGLang collects garbage whenever it frees caches, which every weight sync does: exclude all objects that
-    # exist now
+    # on a CPU, SGLang runs the garbage collector whenever it frees caches, in every weight sync: exclude from it all
+    # objects that exist now
     await engine.tokenizer_manager.freeze_gc()
     await serve_parent(Host(engine), connection, "SGLang: ")
 

@@ -21,7 +21,7 @@ SEEDS = 1 << 63
 LOWEST_TOP_P = 1e-6
 """Top-p that leaves only the likeliest token; it replaces lower values, which mean the same."""
 BAN = -1e9
-"""Bias that SGLang adds to the logit of a banned id: finite, but large enough for probability 0 in float32."""
+"""Bias that SGLang adds to the logit of a banned id: finite, but low enough for probability 0 in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ def launch(server: ModelServer) -> Launch:
         "host": server.host,
         "port": server.port,
         "trust_remote_code": False,
-        # a single process and web server, with the check of the key and the banned ids
+        # a single process and web server, since only this one checks the key and adds the banned ids
         "tokenizer_worker_num": 1,
         "enable_http2": False,
         # the warm-up is a request for which others would have to wait

@@ -60,7 +60,7 @@ class SglangWeights:
         """The newest values of all weights that were sent, by their names in the checkpoint."""
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise EngineError for a wrong name or shape, and for a missing weight if SGLang does not hold all yet."""
+        """Raise EngineError for a wrong name or shape, and for a missing weight unless SGLang holds all weights."""
         sent = {plain_name(name): shape for name, shape in shapes.items()}
         wanted = sent.keys() & self._expected.keys() if self.are_complete else self._expected.keys()
         check_shapes(sent, {name: self._expected[name] for name in wanted}, engine="SGLang")

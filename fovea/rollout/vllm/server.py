@@ -39,7 +39,7 @@ process, but a server runs its engine in a separate one."""
 
 FOR_TRAINING: Mapping[str, Any] = {
     **TRAINED_ON,
-    "enable_scale_out": True,  # token ids in and out
+    "enable_scale_out": True,  # adds the path that takes and returns token ids
     "worker_extension_cls": "fovea.rollout.vllm.server_worker.FolderReceiver",
 }
 
@@ -80,7 +80,7 @@ def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{flag}" if value else f"--no-{flag}"
         elif isinstance(value, dict):
             yield from (f"--{flag}", json.dumps(value))
-        elif isinstance(value, tuple):  # an argument that is repeated
+        elif isinstance(value, tuple):  # a repeated flag
             for each in value:
                 yield from (f"--{flag}", str(each))
         elif isinstance(value, list):

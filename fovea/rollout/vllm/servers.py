@@ -144,7 +144,7 @@ class ServerFacts:
     """Maximum number of images of a prompt."""
 
     def check(self, url: str, found: Mapping[str, Any]) -> None:
-        """Raise EngineError unless what `FolderReceiver.fovea_facts` returned, `found`, meets these requirements."""
+        """Raise EngineError unless `found`, the result of `FolderReceiver.fovea_facts`, meets these requirements."""
         again = "restart it with fovea serve MODEL --for-training DIR"
         if found["logprobs_mode"] != "processed_logprobs" or found["normalizes_pixels"]:
             raise EngineError(f"{url} returns log-probs of a distribution that is not the trained one; {again}")
