@@ -80,7 +80,7 @@ async def _resumed(run: Run) -> TrainState:
     saved = run.resumed.state
     cut_unscored(run.folder, saved["unscored_bytes"])
     drop_samples(run.folder, after=run.resumed.step)
-    # an earlier end of the run wrote it, and the run continues from there or from an earlier step
+    # written by an earlier end of the run, which now continues from there or from an earlier step
     (run.folder / SUMMARY_FILE).unlink(missing_ok=True)
     # absolute, since workers of a Ray cluster have a different working directory
     await run.policy.load(run.resumed.folder.absolute())

@@ -26,7 +26,7 @@ from fovea_gym.types import Task
 PROMPT_CACHE_GIB = 1.0
 """Memory for processed prompts and images of a split; the least recently used are evicted."""
 CUDA_PREFETCH_THREADS = 4
-"""An image of 512 px takes about 10 ms, so 64 images are ready within a second, while a step takes several."""
+"""Threads that render ahead: an image of 512 px takes about 10 ms, so 64 are ready in less than a second."""
 
 
 def make_renderer(settings: Model, processor: Processor, opener: ImageOpener, *, max_new_tokens: int) -> Renderer:
@@ -84,7 +84,7 @@ def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]], resumed: 
 
 
 def make_order(config: Config, tasks: Sequence[Task]) -> RowOrder:
-    """Make the data order of training rows; ConfigError for a curriculum that it cannot follow."""
+    """Make the data order of training rows; ConfigError for a curriculum that the order cannot follow."""
     order: RowOrder
     if config.max_epochs is not None or not config.data.shuffle:
         shuffle, epochs = config.data.shuffle, config.max_epochs

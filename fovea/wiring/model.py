@@ -65,7 +65,7 @@ def _send(network: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
 
 
 def _fill(network: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
-    """Replace the tensors of an empty network by those of the first rank."""
+    """Replace the tensors of an empty network with the tensors of the first rank."""
     for name, shape, dtype in ranks.gather(None)[0]:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         _broadcast(tensor, ranks)

@@ -83,7 +83,7 @@ def _make(sent: Mapping[str, Any]) -> SyncedEngine:
 
 
 def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], SyncedEngine] = _make) -> None:
-    """Make the engine that the first message describes, and serve the trainer until the trainer or the engine ends."""
+    """Make the engine that the first message describes, and serve the trainer until it or the engine ends."""
     connection, sent = begin(int(arguments[0]))
     try:
         engine = make(sent)

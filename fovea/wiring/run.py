@@ -92,7 +92,7 @@ def compare_with_transformers(
 
 
 def _rows(tasks: Sequence[Task], environment: Environment, renderer: Renderer) -> Iterator[Row]:
-    """Yield a usable row for each number of images up to two; the first row is also tried without its images."""
+    """Yield a usable row for each number of images up to two, and the first row also without its images."""
     found = set[int]()
     for index in range(min(len(tasks), ROWS_TRIED)):
         try:
