@@ -105,7 +105,7 @@ async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
     setting, left = run.config.train.max_tokens_per_microbatch, left_limit(run.folder)
     known = [each.limit for each in (saved, left) if each is not None and each.setting == setting]
     limit = min(known, default=setting)
-    # a limit equal to the setting was left by a rank whose memory ran out while its engine held some
+    # a limit equal to the setting was left by a rank whose memory ran out while its engine held memory too
     if limit < setting or (left is not None and left.setting == setting):
         await run.policy.limit_microbatches(limit)
         if limit < setting:
