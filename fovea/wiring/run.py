@@ -159,7 +159,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     if resumed:
         before, allow = resumed.state["fingerprint"], config.resume_changed == "allow"
         check_unchanged(before, fingerprint, allow=allow, say=progress.print)
-    # made before the model is loaded, since their errors should not cost minutes
+    # before the model is loaded: their errors should not cost minutes
     stream = _stream(config, graded, environment, sources.train)
     warmup = _warmup(config, environment, sources.train, renderer)
     profile = make_profile(config, folder, start_step, progress)
