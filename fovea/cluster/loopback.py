@@ -14,7 +14,7 @@ ADDRESS_FILE = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or 
 """File to which `ray start` writes the address of this machine's cluster."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 RAY_BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""The only switch that makes Ray 2.60 give a node the address 127.0.0.1, even if `ray.init` is given this address."""
+"""The only switch that makes Ray 2.60 use the address 127.0.0.1 for a node: it replaces this address in `ray.init`."""
 
 
 def gloo_on_loopback() -> None:

@@ -70,7 +70,7 @@ class Role:
     everyone: Ranks
     """Ranks of all workers."""
     learners: Ranks | None
-    """Ranks of the policy; None for a worker without a shard of it."""
+    """Ranks of the learners; None for a worker without a shard of the policy."""
     receivers: Ranks | None
     """Ranks of the first learner, which sends weights, and of the workers with only an engine; None for others."""
     pairs: Mapping[int, Ranks]

@@ -98,7 +98,7 @@ class RemoteCalls(Generic[Lost]):
             while True:
                 self._take(self._receive())
         except Exception as error:  # all kinds: if this thread died silently, callers would wait forever
-            # set first: a call that comes too late to be failed below finds it
+            # set first, for calls that are added too late to be failed below
             self.lost = self._end(error)
             self.fail(self.lost)
 

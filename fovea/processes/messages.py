@@ -38,7 +38,7 @@ class Packing:
     def pack(self, message: object) -> bytes:
         """Encode a message, with the images that the other end needs and does not hold.
 
-        The other end needs all images of a message, except that shared arguments list the images needed there.
+        The other end needs all images of a message, but of shared arguments only the images that the share lists.
         """
         encoded = _encode(message)
         shared = [share.arguments.encoded for share in encoded.shares]

@@ -128,7 +128,7 @@ class BusyTime:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Count the time of the block; one block at a time."""
+        """Count the time of the block; blocks must not overlap."""
         self._since = perf_counter()
         try:
             yield

@@ -20,7 +20,7 @@ NOISY, MASKED = 0, 1
 
 
 def in_one_turn(config: Config, environment: Environment) -> Environment:
-    """Return the environment; ConfigError if it has several turns and images are augmented, in the prompt only."""
+    """Return the environment; ConfigError for augmentation in several turns, since it changes only prompt images."""
     given = {
         "rollout.augmentation": config.rollout.augmentation,
         "algorithm.augmentation": config.algorithm.augmentation,
@@ -37,7 +37,7 @@ def in_one_turn(config: Config, environment: Environment) -> Environment:
 def with_augmentations(
     source: PromptSource, prompted: Sequence[PromptedTask], config: Config, *, step: int, num_before: int
 ) -> list[PromptedTask]:
-    """The tasks of a step, counted from 0, with the augmented prompts of the settings; reproducible by the seed."""
+    """The tasks of a step, counted from 0, with augmented prompts as set; the same in every run with this seed."""
     noisy, masked = config.rollout.augmentation, config.algorithm.augmentation
     noise: Augmentation | None = None if noisy is None else noise_of(noisy, step + 1, config.max_steps)
     mask: Augmentation | None = None if masked is None else mask_of(masked)

@@ -107,7 +107,7 @@ class RetainedCheckpoints:
     """First step of the current series of skipped updates; None if the last update was not skipped."""
 
     def after_step(self, step: int, metrics: Mapping[str, float], *, keep_best: bool) -> RetainedCheckpoints:
-        """The value after another step, whose metrics may hold a dev accuracy."""
+        """The retained steps after another step, whose metrics may include a dev accuracy."""
         retained = self
         if not metrics.get("updates_skipped", 0.0):
             retained = replace(retained, skipped_since=None)
@@ -171,7 +171,7 @@ class Checkpoints:
         self._seconds: list[float] = []
 
     async def save(self, step: int, policy: Policy, state: Mapping[str, Any], retained: RetainedCheckpoints) -> None:
-        """Wait for the checkpoint before, copy the state, and begin to write it in the background.
+        """Wait for the previous checkpoint, copy the state, and begin to write it in the background.
 
         Afterwards all checkpoints are deleted except the newest `keep` and those of `retained`.
         """
@@ -275,7 +275,7 @@ class Checkpoints:
             shutil.rmtree(remains, onerror=_raise_unless_gone)
 
     def _folders(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
+        """Folders of complete checkpoints, oldest first."""
         return checkpoint_folders(self._root.parent)
 
 

@@ -79,14 +79,14 @@ class RolloutMismatch:
     """The mean log-prob difference of a rollout from the trainer beyond which the run looks for a known fault."""
 
     _explained: float = 0.0
-    """Largest difference per version of the weights in which no fault was found."""
+    """Largest difference, per version of the weights, for which no fault was found."""
 
     def allowed(self, limit: float, *, staleness: int) -> float:
-        """Allowed difference: per version of the weights, the limit or twice the largest difference without a fault."""
+        """The larger of the limit and twice the largest difference without a fault, per version of the weights."""
         return max(limit, 2 * self._explained) * (1 + staleness)
 
     def explained(self, mismatch: float, *, staleness: int) -> None:
-        """Remember a difference in which no fault was found."""
+        """Remember a difference for which no fault was found."""
         self._explained = max(self._explained, mismatch / (1 + staleness))
 
 

@@ -183,7 +183,7 @@ def _code(config: Config, given: GivenCode) -> Iterator[tuple[str, str]]:
 
 
 def _source(given: object) -> str:
-    """Checksum of the source of a function or of an object's class, and of bound arguments, defaults and closures."""
+    """Checksum of the source of a function or an object's class, with bound arguments, defaults and closure values."""
     values: list[object] = []
     while isinstance(given, partial):
         values += [given.args, given.keywords]
@@ -242,7 +242,7 @@ def _files(paths: Mapping[str, Path]) -> dict[str, str]:
 
 
 def checksum(path: Path, max_bytes: int) -> str:
-    """Size and checksum of a file; for a file above `max_bytes`, the checksum covers about as many in spaced blocks."""
+    """Size and checksum of a file; the checksum covers about `max_bytes` of a larger file, in evenly spaced blocks."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= max_bytes:

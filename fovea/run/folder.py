@@ -61,7 +61,7 @@ def open_run_folder(config: Config) -> Iterator[Config]:
 
 
 def _delete_after(folder: Path, config: Config, _type: object, error: BaseException | None, _traceback: object) -> None:
-    """Delete the folder that a run has made, if a new start reproduces all of it; keeps folders named by a time."""
+    """Delete the folder that a run has made, if a new start can reproduce it; keep folders named by a time."""
     may_go = isinstance(error, ERRORS_OF_THE_USER) and config.warmup is None and not has_a_time(folder)
     delete_unless_begun(folder, start_is_worth_keeping=not may_go)
 

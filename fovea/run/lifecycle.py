@@ -80,7 +80,7 @@ async def _resumed(run: Run) -> TrainState:
     saved = run.resumed.state
     cut_unscored(run.folder, saved["unscored_bytes"])
     drop_samples(run.folder, after=run.resumed.step)
-    # an earlier end of the run wrote it, and the run continues from there or from an earlier step
+    # written by an earlier end of the run, which now continues from there or from an earlier step
     (run.folder / SUMMARY_FILE).unlink(missing_ok=True)
     # absolute, since workers of a Ray cluster have a different working directory
     await run.policy.load(run.resumed.folder.absolute())
@@ -105,7 +105,7 @@ async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
     setting, left = run.config.train.max_tokens_per_microbatch, left_limit(run.folder)
     known = [each.limit for each in (saved, left) if each is not None and each.setting == setting]
     limit = min(known, default=setting)
-    # a limit equal to the setting was left by a rank whose memory ran out while its engine held some
+    # a limit equal to the setting was left by a rank whose memory ran out while its engine held memory too
     if limit < setting or (left is not None and left.setting == setting):
         await run.policy.limit_microbatches(limit)
         if limit < setting:

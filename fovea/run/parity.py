@@ -58,10 +58,10 @@ PARITY_FILE = "parity.json"
 MAX_SEARCH_SECONDS = 300.0
 """Longest search for usable training rows, which is slow if hosts of images do not answer."""
 K3_FACTOR = 4
-"""Largest allowed k3, as a multiple of d^2 / 2, which is k3 if every token differs by the largest allowed mean d. A few
-tokens that are far off raise k3 more than the mean."""
+"""Largest allowed k3, in units of d^2 / 2: the k3 of tokens that all differ by d, the largest allowed mean difference.
+A few tokens that are far off raise k3 more than the mean."""
 SAMPLES_PER_PROMPT = 2
-"""Completions per prompt: the smallest number that shares a prompt, as completions of a rollout do."""
+"""Completions per prompt: the smallest number with a shared prompt, as in a rollout."""
 _UNSCORED, _ZEROS = Score(reward=0.0, accuracy=0.0), (0.0,) * SAMPLES_PER_PROMPT
 MAX_NEW_TOKENS = 32
 """Longest completion of the gate, in tokens: a fault shows within a few, and the start of the run waits for all."""
@@ -147,7 +147,7 @@ async def _draw(
     `as_for_update`: use the engine's path for training completions, whose recorded activations a weight sync frees.
     """
     several_turns = run.environment.max_turns > 1
-    sampling = training_sampling(run.config, run.environment)  # approximate weights included
+    sampling = training_sampling(run.config, run.environment)  # keeps approximate decode weights, as in training
     sampling = replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
     talking = [index for index, (kind, _) in enumerate(prompts) if kind == "with images"]
     places = [(index, number) for index in talking for number in range(SAMPLES_PER_PROMPT)]

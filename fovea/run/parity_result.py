@@ -24,9 +24,9 @@ may be ten times the other; in bfloat16 a text of a few likely tokens is nearly 
 FLOOR_FRAC = {"float32": 1e-3, "bfloat16": 0.1}
 """Share of parity.max_abs_logprob_diff that counts as rounding in a model of this dtype."""
 MEAN_FACTOR, K3_FACTOR = 3.0, 10.0
-"""A mismatch is clearly smaller if its mean or its k3 is smaller by this factor; k3 grows with the square."""
+"""Factors by which the mean, or k3, which is quadratic, has to be smaller for a mismatch to be clearly smaller."""
 STALE_FACTOR = 2.0
-"""A fault is likely if its mismatch is smaller by this factor: training steps after the sampling add to both."""
+"""Factor by which the mismatch with a likely fault is smaller; training steps since the sampling add to both."""
 FOUND_SIGMAS, RULED_OUT_SIGMAS = 4.0, 2.0
 """A sign test over tokens has to agree with the mean, which a single token may dominate."""
 
@@ -140,7 +140,7 @@ class Violation:
     """A rule of the gate that a result breaks."""
 
     kind: KindMismatch
-    """The kind of prompt that breaks it."""
+    """The kind of prompt that breaks the rule."""
     text: str
     """The measured value and the limit of the rule."""
 

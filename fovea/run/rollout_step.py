@@ -1,4 +1,4 @@
-"""The rollout of a step, from rows to scored groups: one batch, or with dynamic sampling as many as fill the step."""
+"""The rollout of a step, from rows to scored groups: one batch, or with dynamic sampling as many as the step needs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _ENDS_IN_TIME = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
 
 
 def make_folder(config: Config) -> tuple[Path, bool]:
-    """Make the folder of a run; returns True with it if it is new. ConfigError for resume=auto with a new name."""
+    """Make the folder of a run; returns it, and True if it is new. ConfigError if resume=auto, but the name is new."""
     if TIME not in config.run_dir:
         folder = Path(filled(config))
         if folder.is_symlink():

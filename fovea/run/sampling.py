@@ -25,7 +25,7 @@ def evaluation_sampling(config: Config, environment: Environment) -> Sampling:
 
 
 def rollout_sampling(config: Config, environment: Environment) -> Sampling:
-    """Sampling parameters from the settings of `rollout`, with the end of answers."""
+    """Sampling parameters from the settings of `rollout`, including where answers end."""
     rollout = config.rollout
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,

@@ -59,7 +59,7 @@ class Stop:
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
-        """Context for the training steps: the first signal is only noted, and ends the run at the end of the block."""
+        """Context for the training steps: the first signal is only recorded, and ends the run after the block."""
         self._in_steps = True
         try:
             yield

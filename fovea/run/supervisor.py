@@ -106,7 +106,7 @@ class Restarts:
     def __init__(self, config: Config, folder: Path) -> None:
         self.config, self.folder, self.left = config, folder, config.max_restarts
         self.newest = self._first = newest_written(folder)
-        """Newest checkpoint at the last death."""
+        """Newest checkpoint when the process last died."""
         self._started = monotonic()
 
     def count(self) -> None:

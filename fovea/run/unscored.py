@@ -27,7 +27,7 @@ def record_unscored(folder: Path, warn: Callable[[str], None], step: int, rollou
 
 
 def record_unscored_answer(folder: Path, warn: Callable[[str], None], reason: str) -> None:
-    """Append the reason why a held-out row has no score, or a demonstration failed, to unscored.jsonl."""
+    """Append the reason for a held-out row without a score, or for a failed demonstration, to unscored.jsonl."""
     _write_unscored(folder, warn, None, [reason])
 
 

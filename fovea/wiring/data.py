@@ -1,4 +1,4 @@
-"""Builders of the data path: prompt sources and data order."""
+"""Builders of the data pipeline: prompt sources and data order."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from fovea_gym.types import Task
 PROMPT_CACHE_GIB = 1.0
 """Memory for processed prompts and images of a split; the least recently used are evicted."""
 CUDA_PREFETCH_THREADS = 4
-"""An image of 512 px takes some 10 ms: 64 of them are ready within a second, where a step takes several."""
+"""Threads that render ahead: an image of 512 px takes about 10 ms, so 64 are ready in less than a second."""
 
 
 def make_renderer(settings: Model, processor: Processor, opener: ImageOpener, *, max_new_tokens: int) -> Renderer:
-    """Make the renderer of prompts, which leave the model positions for a completion of `max_new_tokens`."""
+    """Make the renderer of prompts, which leaves positions for a completion of `max_new_tokens`."""
     return Renderer(
         processor,
         opener,
@@ -65,26 +65,26 @@ def make_sources(config: Config, environment: Environment, renderer: Renderer, b
 
 
 def prefetch_threads(device: torch.device) -> int:
-    """Threads that render prompts ahead of a model on this device."""
-    # on a CPU, threads would take the cores that train
+    """Number of threads that render prompts ahead of time for a model on this device."""
+    # on a CPU, threads would take cores from training
     return CUDA_PREFETCH_THREADS if device.type == "cuda" else 0
 
 
 def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]], resumed: SavedCheckpoint | None) -> Config:
-    """The settings of a run that `max_epochs` of the training rows may end before `max_steps`, as its schedules."""
+    """The settings with `max_steps` lowered to the number of steps in `max_epochs`, so that schedules end there."""
     if config.max_epochs is None:
         return config
     num_rows, per_step = config.max_epochs * len(tasks()), config.rollout.prompts_per_step
     num_steps = math.ceil(num_rows / per_step)
     if resumed is not None:
-        # with a smaller max_epochs, the last step before the checkpoint may have been short of rows
+        # with a smaller max_epochs before, the last step before the checkpoint may have had too few rows
         left = num_rows - resumed.state["order"]["num_sampled"]
         num_steps = max(num_steps, resumed.step + math.ceil(left / per_step))
     return config.model_copy(update={"max_steps": min(num_steps, config.max_steps)})
 
 
 def make_order(config: Config, tasks: Sequence[Task]) -> RowOrder:
-    """Make the data order of training rows; ConfigError for a curriculum that it cannot follow."""
+    """Make the data order of training rows; ConfigError for a curriculum that the order cannot follow."""
     order: RowOrder
     if config.max_epochs is not None or not config.data.shuffle:
         shuffle, epochs = config.data.shuffle, config.max_epochs
@@ -92,7 +92,7 @@ def make_order(config: Config, tasks: Sequence[Task]) -> RowOrder:
     else:
         weights = with_shares(config.data.kind_weights, tasks)
         order = Order(kinds_of(tasks), weights=weights, seed=config.seed, levels=levels_of(tasks))
-    # all of them before the run begins, and not each where its stage does
+    # check all tables before the run begins, not only when their stage is reached
     for table in config.curriculum.tables_in_use:
         order.weigh_levels(table)
     order.weigh_levels({})

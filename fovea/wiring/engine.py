@@ -143,7 +143,7 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
 
 
 def records_rollouts(config: Config) -> bool:
-    """True if an update may reuse activations of its rollout, where both are in one process."""
+    """True if an update may reuse activations of its rollout, provided that both run in one process."""
     # it is not known in advance what selective checkpointing keeps of a graph
     unknown = config.train.gradient_checkpointing == "selective"
     # a rollout computes its outputs without dropout

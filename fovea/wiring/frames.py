@@ -1,4 +1,4 @@
-"""Sizes of pictures as the run's model sees them, without its network: config and image processor are enough."""
+"""Sizes of images as the run's model sees them, from its config and image processor, without the network."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fovea_gym.types import ImageRef
 
 _THOUSANDTHS = (1000, 1000)
 MOST_SIZES = 4096
-"""Sizes of pictures of which the frames are kept."""
+"""Largest number of image sizes in the cache."""
 
 
 class ModelPictures:
-    """Sizes of pictures for one model; its processor is loaded at the first use, and frames are kept by size."""
+    """Image sizes for one model; its processor is loaded at the first use, and results are cached by size."""
 
     def __init__(self, settings: Model, opener: ImageOpener) -> None:
         self._settings = settings
@@ -33,15 +33,15 @@ class ModelPictures:
         self._sizes: dict[tuple[str, Size], Size] = {}
 
     def stored(self, ref: ImageRef) -> Size:
-        """Width and height in pixels of the file, turned as it is shown; most files are read up to their header."""
+        """Width and height of the file in pixels, after EXIF rotation; for most files, only the header is read."""
         return self._opener(ref).size if self._opener.is_turned(ref) else self._opener.size(ref)
 
     def seen(self, ref: ImageRef) -> Size:
-        """Width and height in pixels after the image processor; ConfigError for a family that cuts them into tiles."""
+        """Width and height in pixels after the image processor; ConfigError for a family that tiles images."""
         return self._kept("seen", self.stored(ref))
 
     def frame(self, ref: ImageRef) -> Size:
-        """Width and height in which the model's family gives coordinates; 1000 each, where it gives none."""
+        """Width and height of the frame in which the model's family gives coordinates; (1000, 1000) by default."""
         return self._kept("frame", self.stored(ref)) if self._gives_pixels else _THOUSANDTHS
 
     def _kept(self, kind: str, size: Size) -> Size:
@@ -54,7 +54,7 @@ class ModelPictures:
         return found
 
     def _look(self, size: Size) -> PromptImage:
-        """A black picture of this size as the model sees it."""
+        """A black image of this size, processed for the model."""
         family, image_processor = self._eye
         options = family.image_options(image_processor, self._settings.min_pixels, self._settings.max_pixels)
         blank_YXC = np.zeros((size[1], size[0], 3), np.uint8)
@@ -65,8 +65,8 @@ class ModelPictures:
         image = self._look(size)
         if GRID not in image.tensors:
             raise ConfigError(
-                f"environment.coordinates=pixels, but {family.model_type} sees pictures in tiles, not one size; "
-                "set environment.coordinates=thousandths, or original"
+                f"environment.coordinates=pixels, but {family.model_type} cuts images into tiles, so they have no "
+                "single size; set environment.coordinates=thousandths, or original"
             )
         _, rows, columns = image.grid
         side = int(image_processor.patch_size)

@@ -1,4 +1,4 @@
-"""Objects that Python code gives in place of settings: rows, written to Parquet files of the run, and rewards."""
+"""Rows that Python code gives in place of data files; they are written to Parquet files of the run."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from fovea_gym.types import ImageRef
 from fovea_gym.utils.files import atomic_file
 
 _NO_IMAGE: dict[str, object] = {"bytes": None, "path": ""}
-"""The cell of what is not an image, in a row that is a bad one when it is read."""
+"""The cell written for a value that is not an image; its row counts as a bad row when it is read."""
 ROWS_PER_GROUP = 50
-"""Few, since a photo has megabytes, and a group is read as a whole."""
+"""Rows of a Parquet row group: few, since a photo has megabytes and a group is read as a whole."""
 CONTAINERS = (Mapping, list, tuple, set, np.ndarray)
 MOST_LEVELS = 32
 """Deepest nesting of lists and mappings that a cell may have."""
 _DIGITS = 12
-"""Digits of a checksum that are kept."""
+"""Hexadecimal digits of a checksum that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenRows:
-    """Rows in memory, with the argument that gave them and the columns of their images.
+    """Rows in memory, with the name of the argument that gave them and their image columns.
 
-    Images stay as they are where they are encoded, or at a path or URL; Pillow's pictures and arrays are written
-    without loss. Paths become absolute ones, from the working directory on.
+    Encoded images, paths and URLs are written unchanged, except that paths become absolute; Pillow images and arrays
+    are stored without loss.
     """
 
     rows: Rows
@@ -61,27 +61,27 @@ class GivenRows:
     image_root: str | None = None
     """Folder that paths are relative to; None: the working directory."""
     skip_bad: bool = False
-    """Write what is not an image as a bad row; False: an error."""
+    """True: write a value that is not an image as a bad row; False: raise an error."""
     paths: list[str] = field(default_factory=list, init=False)
-    """Paths of the images that are files of this machine, once they are written."""
+    """Paths of images on this machine, filled while rows are written."""
     without_picture: list[int] = field(default_factory=list, init=False)
-    """Places of the rows whose columns of images are all empty, once they are written."""
+    """Indices of rows whose image columns are all empty, filled while rows are written."""
 
     def write(self, file: Path) -> None:
-        """Write all rows; DataError, by argument, row and column, for a cell that no file can hold."""
+        """Write all rows; DataError, which names argument, row and column, for a cell that Parquet cannot hold."""
         types = {name: self._type_of(name) for name in self.rows.columns}
         write_rows(file, pa.schema(list(types.items())), self._cells(types), ROWS_PER_GROUP)
 
     @property
     def remark(self) -> str | None:
-        """Remark on the rows that were written, or None."""
+        """Remark on written rows that have no image, or None."""
         if not self.without_picture:
             return None
         num_rows, columns = len(self.without_picture), listed(self.image_columns)
         return (
             f"{self.argument}: {num_rows} of {len(self.rows)} rows have no picture in {columns} "
             f"({'row' if num_rows == 1 else 'rows'} {listed([str(row) for row in self.without_picture], 5)}), and are "
-            "asked without one; leave them out where a picture is missing"
+            "asked without one; remove them if a picture is missing"
         )
 
     def _type_of(self, name: str) -> Any:
@@ -110,7 +110,7 @@ class GivenRows:
         return kind
 
     def _unfit(self, name: str, values: Sequence[object], error: Exception) -> DataError:
-        """The error of a column that Arrow has no type for: the row that does not fit, and the fix."""
+        """The error for a column that Arrow has no type for, with the row that does not fit and the fix."""
         for row, value in enumerate(values):
             try:
                 pa.array([value])
@@ -168,10 +168,10 @@ class GivenRows:
 
 
 def _is_deep(cell: object) -> bool:
-    """True for what is nested too deeply for Arrow, which would end the process."""
+    """True if a cell is nested so deeply that Arrow would crash the process."""
     level: list[object] = [cell] if isinstance(cell, CONTAINERS) else []
     for _ in range(MOST_LEVELS):
-        # each once: a list may hold another one, or itself, several times
+        # each object once: a list may contain another list, or itself, several times
         level = list({id(each): each for outer in level for each in _inner(outer)}.values())
         if not level:
             return False
@@ -179,7 +179,7 @@ def _is_deep(cell: object) -> bool:
 
 
 def _inner(cell: Any) -> Iterable[object]:
-    """The values of a cell that may hold further ones."""
+    """The values in a container that are containers themselves."""
     if isinstance(cell, np.ndarray):
         cell = cell.tolist() if cell.dtype == object else ()
     values = cell.values() if isinstance(cell, Mapping) else cell
@@ -187,14 +187,14 @@ def _inner(cell: Any) -> Iterable[object]:
 
 
 def _has_empty_mapping(kind: Any) -> bool:
-    """True if one of Arrow's types is, or has inside, a struct without fields, which Parquet does not know."""
+    """True if an Arrow type is or contains a struct without fields, which Parquet does not support."""
     inner = [kind.field(index).type for index in range(kind.num_fields)]
     return (pa.types.is_struct(kind) and not inner) or any(map(_has_empty_mapping, inner))
 
 
 def _encoded(image: Image.Image, where: str) -> bytes:
-    """The picture without loss, with its frames and the note (EXIF) on how it is turned."""
-    # PNG has no colours for printing and no floats, TIFF has; only the first frame would hide that there are more
+    """Encode the image without loss, with all frames and its EXIF rotation."""
+    # TIFF supports CMYK and floats, PNG does not; writing only the first frame would hide that there are more
     frames = image.format != "MPO" and getattr(image, "n_frames", 1) > 1
     for form in ("PNG", "TIFF"):
         encoded = io.BytesIO()
@@ -208,7 +208,7 @@ def _encoded(image: Image.Image, where: str) -> bytes:
 
 
 def digest_of(file: Path) -> str:
-    """A checksum of the rows of a Parquet file, whichever version of pyarrow has written it."""
+    """A checksum of the rows of a Parquet file, independent of the pyarrow version that wrote it."""
     digest = hashlib.sha256()
     with pq.ParquetFile(file) as table:
         for batch in table.iter_batches(batch_size=100):
@@ -217,23 +217,23 @@ def digest_of(file: Path) -> str:
 
 
 ARGUMENTS: Mapping[Split, str] = {"train": "rows", "dev": "dev_rows", "test": "test_rows"}
-"""Arguments that give the rows of a split to a trainer."""
+"""Names of the arguments that give a trainer the rows of each split."""
 Frames: TypeAlias = Mapping[Split, InMemory]
 """Rows in memory by split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenRows:
-    """Settings that name the files of given rows, and where these files are until the run has a folder."""
+    """Settings that name the files of given rows, and the paths of these files until the run has a folder."""
 
     config: Config
     files: Mapping[str, Path] = field(default_factory=dict)
-    """By the name in the folder of rows."""
+    """Temporary paths of the files, by their names in the folder of rows."""
     remarks: Sequence[str] = ()
-    """Remarks on the rows, printed before they are used."""
+    """Remarks on the rows, to print before the rows are used."""
 
     def move_into(self, folder: Path) -> None:
-        """Move the files into a run folder, where it does not have them yet."""
+        """Move the files into a run folder, except those that it already has."""
         for name, file in self.files.items():
             target = folder / ROWS_FOLDER / name
             if not target.exists():
@@ -245,11 +245,11 @@ class WrittenRows:
 def rows_as_files(
     config: Config, frames: Frames | None, arguments: Mapping[Split, str] = ARGUMENTS
 ) -> Iterator[WrittenRows]:
-    """Write given rows to files and name these in the settings, in place of the files that were named there.
+    """Write given rows to files, and name these in the settings in place of the files that the settings named.
 
-    `arguments` are the names of those that gave the rows of a split, for errors.
-    A file is named after its rows, so that settings are equal where rows are. It exists until the block ends, or is
-    moved. Paths of images must not lead out of `data.image_root`; it is set to what holds them all where it is not set.
+    `arguments` maps splits to the names of the arguments that gave their rows, for errors. A file is named by the
+    checksum of its rows, so that equal rows give equal settings; it exists until it is moved or the block ends. Image
+    paths must stay inside `data.image_root`, which is set to their common folder if it is not set.
     """
     if not frames:
         yield WrittenRows(config=config)
@@ -267,7 +267,7 @@ def rows_as_files(
             release_memory()
             files[name], changes[f"{split}_files"] = file, (f"{RUN_DIR}/{ROWS_FOLDER}/{name}",)
             paths += given.paths
-            if given.remark and isinstance(settings, FileEnvironment):  # in geospot they are bad rows
+            if given.remark and isinstance(settings, FileEnvironment):  # in geospot, rows without images are bad rows
                 remarks.append(given.remark)
         config = config.model_copy(update={"environment": settings.model_copy(update=changes)})
         yield WrittenRows(config=_with_image_root(config, frames, paths), files=files, remarks=remarks)
@@ -283,7 +283,7 @@ def _settings_of(config: Config, frames: Frames) -> SplitFiles:
 
 
 def check_takes_rows(environment: str | None) -> None:
-    """ConfigError for rows that are given to an environment whose section names no files; None is the default one."""
+    """ConfigError for given rows if the environment's settings name no files; None means the default environment."""
     sections = variants_of(Config.model_fields["environment"])
     name = environment or next(iter(sections))
     if name in sections and not issubclass(sections[name], SplitFiles):
@@ -305,15 +305,15 @@ def _given(config: Config, settings: SplitFiles, rows: Rows, argument: str) -> G
     check_named(columns, named, f"the argument {argument} has")
     if isinstance(settings, FileEnvironment):
         check_question(settings, columns, argument, "environment.")
-        # your own reward may do without, but a warm-up imitates the answers
+        # a user's reward may not need answers, but a warm-up imitates them
         if not isinstance(settings, RowsEnvironment) or config.warmup is not None:
             check_answer(settings, columns, rows, argument, "environment.")
     present = [name for name in names if name in columns]
     if not settings.names_images and not present:
         raise DataError(
-            f"{argument}: no column is called {' or '.join(names)}, so where are the pictures? The columns are "
+            f"{argument}: no column is called {' or '.join(names)}, so the images were not found; the columns are "
             f"{listed(columns)}; set environment.image_key{nearest(names, columns)}, or environment.image_keys=[] for "
-            "rows without pictures"
+            "rows without images"
         )
     return GivenRows(
         rows=rows,
@@ -325,7 +325,7 @@ def _given(config: Config, settings: SplitFiles, rows: Rows, argument: str) -> G
 
 
 def _with_image_root(config: Config, frames: Frames, paths: list[str]) -> Config:
-    """The settings with a root for the paths of images in given rows; ConfigError where files would get it, too."""
+    """The settings with a root for image paths in given rows; ConfigError if it would also apply to data files."""
     if config.data.image_root is not None or not paths:
         return config
     named = [f"{split}_files" for split in ARGUMENTS if split not in frames]

@@ -1,4 +1,4 @@
-"""Builders of what reads images and data files, without torch."""
+"""Builders of the readers of images and data files, without torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fovea_gym.rows.readers.remote import remote_image
 from fovea_gym.tools.results import ResultLimits
 
 SECTION = "data."
-"""The words before the names of these settings in a recipe, and so in errors of the gym."""
+"""Prefix of these settings in a recipe, which errors of the gym print too."""
 URL_CACHE_GIB = 8.0
-"""Disk for downloaded images."""
+"""Disk space for downloaded images."""
 HOST_PAUSE_SECONDS = 60.0
-"""Time for which a host that failed for three images in a row is not asked again."""
+"""Pause before a host that failed for three images in a row is asked again."""
 
 
 def url_limits(settings: Data) -> UrlLimits:
@@ -55,5 +55,5 @@ def make_access(settings: Data) -> RowAccess:
 
 
 def result_limits(settings: Data, opener: ImageOpener) -> ResultLimits:
-    """Make the checks of pictures that tools return."""
+    """Make the limits on images that tools return."""
     return ResultLimits(open_image=opener, image_root=settings.image_root, section=SECTION)

@@ -1,4 +1,4 @@
-"""The interpreter of `rollout.engine.python`, and the variables of a process of its environment."""
+"""The interpreter of `rollout.engine.python`, and the environment variables of its processes."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from fovea_gym.errors import ConfigError
 
 
 def set_threads(config: Config) -> None:
-    """Set the number of threads that the settings give torch."""
+    """Set torch's number of threads from the settings."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
 
 
 def find_interpreter(setting: str) -> str:
-    """Absolute path of the interpreter, which is a link of its environment; ConfigError where there is none."""
+    """Absolute path of the interpreter, which is a link in its environment; ConfigError if there is none."""
     here = f"rollout.engine.python={setting}"
     found = shutil.which(os.path.expanduser(setting))
     if found is None:
         raise ConfigError(
-            f"{here}: no such interpreter; name that of the environment with the engine, as ENV/bin/python"
+            f"{here}: no such interpreter; give the path in the environment with the engine, such as ENV/bin/python"
         )
-    # not resolved: where the link leads is not an environment
+    # the link is not resolved, since its target is outside the environment
     return os.path.abspath(found)
 
 
 def absolute(setting: str) -> str:
-    """The same interpreter for processes with another working directory; a bare name is looked up on their PATH."""
+    """The setting for processes with another working directory; a bare name is left for them to find on their PATH."""
     return os.path.abspath(os.path.expanduser(setting)) if os.sep in setting else setting
 
 
 def variables_of(interpreter: str) -> dict[str, str | None]:
-    """Variables for an interpreter elsewhere (None: removed), which then imports nothing of this one's packages."""
-    # the other environment takes a checkout of Fovea too, but nothing of where this one has it installed
+    """Environment variables (None: removed) with which another interpreter imports nothing from this environment."""
+    # the other environment may use this checkout of Fovea, but no folder of this environment's packages
     checkout = Path(fovea.__file__).parents[1]
     return {
         "PATH": f"{os.path.dirname(interpreter)}{os.pathsep}{os.environ.get('PATH', os.defpath)}",

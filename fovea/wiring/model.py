@@ -1,4 +1,4 @@
-"""Builders of the model: its folder, its network on its device, read by the first process only, and its kernels."""
+"""Builders of the model: its folder, its network, which only the first process reads from disk, and its kernels."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from fovea_gym.errors import ConfigError, DataError
 
 
 def load_on_ranks(settings: Model, device: torch.device, ranks: Ranks) -> PreTrainedModel:
-    """Load the network of `model.path` on every rank, all of which must make this call.
+    """Load the network of `model.path` on every rank; all ranks must make this call.
 
-    The first rank has it on the CPU, as `load_network` reads it; the others have copies on `device`. An error of one of
-    them is raised on all.
+    The first rank has it on the CPU, where `load_network` reads it; the other ranks get copies on `device`. An error on
+    one rank is raised on all.
     """
     if ranks.mesh is None:
         return load_network(settings)
@@ -56,7 +56,7 @@ def load_on_ranks(settings: Model, device: torch.device, ranks: Ranks) -> PreTra
 
 
 def _send(network: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
-    # tied parameters once, and also buffers that no file holds, such as rotary frequencies
+    # tied parameters are sent once; buffers that no file holds, such as rotary frequencies, are sent too
     both = chain(network.named_parameters(), network.named_buffers())
     tensors = {name: tensor.detach() for name, tensor in both}
     ranks.gather([[name, list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()])
@@ -65,7 +65,7 @@ def _send(network: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
 
 
 def _fill(network: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
-    """Replace the tensors of an empty network by those of the first rank."""
+    """Replace the tensors of an empty network with the tensors of the first rank."""
     for name, shape, dtype in ranks.gather(None)[0]:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         _broadcast(tensor, ranks)
@@ -81,7 +81,7 @@ def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
 
 
 CORPUS_ROWS = 2000
-"""Training rows whose texts a tiny model's tokenizer is trained on."""
+"""Number of training rows whose texts train the tokenizer of a tiny model."""
 MODEL_FOLDER = "model"
 """Subfolder of a run folder for its tiny model."""
 LIGER = "liger_kernel"
@@ -94,17 +94,17 @@ def locate_model(
     *,
     on_bad_row: Literal["error", "skip"] | None = None,
 ) -> Model:
-    """Model settings with a `path`: those given, or a tiny model's, which is written into the run folder once.
+    """Model settings with a `path`: as given, or of a tiny model that is written into the run folder once.
 
-    ModelError for a given model whose trial fails. A tiny model's tokenizer is trained on the texts of `environment`,
-    which is called only then; `on_bad_row` is in place of `data.on_bad_row` for them.
+    ModelError if the trial of a given model fails. The tokenizer of a tiny model is trained on the texts of
+    `environment`, which is called only then; `on_bad_row` replaces `data.on_bad_row` for these texts.
     """
     settings = config.model
     if settings.tiny is None:
         try_model(settings)
         return settings
     target = folder / MODEL_FOLDER
-    # without a checkpoint it is made again: the settings may differ from those of an earlier start
+    # without a checkpoint the model is made again, since the settings may have changed since an earlier start
     if not (target.is_dir() and has_checkpoint(folder)):
         corpus = tokenizer_corpus(environment(), on_bad_row or config.data.on_bad_row)
         save_tiny(make_tiny(settings.tiny, corpus, config.seed), target)
@@ -112,12 +112,12 @@ def locate_model(
 
 
 def open_vlm(config: Config, settings: Model, banned_ids: Sequence[int], ranks: Ranks = ALONE) -> PolicyNetwork:
-    """Load a network onto its device, read by the first of `ranks`, with frozen parts and adapters of the config."""
+    """Load a network onto its device, with the frozen parts and adapters of the config; the first rank reads it."""
     return make_vlm(config, load_on_ranks(settings, pick_device(config.model.device), ranks), banned_ids)
 
 
 def make_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]) -> PolicyNetwork:
-    """Wrap a network for the policy, on its device, with frozen parts and adapters of the config."""
+    """Wrap a network for the policy, on its device, with the frozen parts and adapters of the config."""
     device = pick_device(config.model.device)
     choose_trainable(network, config.model, config.seed)
     fast = config.model.fast_path == "auto" and family_of_network(network).fast_path is not None
@@ -148,7 +148,7 @@ def _plain_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[in
 
 
 def _check_plain(config: Config) -> None:
-    """ConfigError for a setting that only the fast path reads."""
+    """ConfigError for a setting that only the fast path uses."""
     settings = config.model
     unread = {
         "train.backend.liger_kernels": config.train.backend.liger_kernels is True,
@@ -157,7 +157,7 @@ def _check_plain(config: Config) -> None:
     for name in (name for name, is_set in unread.items() if is_set):
         raise ConfigError(
             f"{name} is set, but {settings.name} runs transformers' own forward (model.fast_path="
-            f"{settings.fast_path}), which does not read it; leave it out"
+            f"{settings.fast_path}), which does not use it; leave it out"
         )
 
 
@@ -199,24 +199,24 @@ def has_liger() -> bool:
 
 
 def runs_liger(config: Config, device: torch.device) -> bool:
-    """True if Liger's kernels run on this device; `auto`: on CUDA, where they are installed."""
+    """True if Liger's kernels run on this device; with `auto`, on CUDA if they are installed."""
     setting = config.train.backend.liger_kernels
     return device.type == "cuda" and has_liger() if setting == "auto" else setting
 
 
 def liger_refusal(config: Config, text_config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Liger's kernels cannot be used for this decoder, None where they give the values of plain functions.
+    """Why Liger's kernels cannot be used for this decoder; None if their results equal those of the plain functions.
 
-    ConfigError or MissingExtraError where the setting asks for what cannot be.
+    ConfigError or MissingExtraError if the setting is `true` and the kernels cannot run here.
     """
     if config.train.backend.liger_kernels is True:
         liger_kernels(device)
-    # in the trial, since the import of an installed package may fail as well
+    # imported within the trial, since the import of an installed package may fail as well
     return why_refused(lambda: kernels_refusal(liger_kernels(device), text_config, device, dtype))
 
 
 def kernel_notes(config: Config, vlm: PolicyNetwork) -> tuple[str, ...]:
-    """A line for each choice of kernels, and each refusal with its own message and what runs instead; none on CPUs."""
+    """A line for each choice of kernels, and for each refusal with its reason and the replacement; none on CPUs."""
     if not isinstance(vlm, VLM) or vlm.device.type == "cpu":
         return ()
     runs = runs_liger(config, vlm.device)
@@ -229,7 +229,7 @@ def kernel_notes(config: Config, vlm: PolicyNetwork) -> tuple[str, ...]:
 
 
 def liger_note(runs: bool, refusal: str | None = None) -> str:
-    """Note on whether Liger's kernels run, and if not, why."""
+    """Note that Liger's kernels run, or why they do not."""
     if runs and refusal is None:
         return "train.backend.liger_kernels=auto: Liger's kernels run RMS norm, SwiGLU and rotary positions"
     assert runs or not has_liger(), "Liger is installed, but does not run on this GPU"
@@ -249,5 +249,5 @@ def tokenizer_corpus(environment: Environment, on_bad_row: Literal["error", "ski
             texts += [tasks[index].question, *environment.demonstration(tasks[index])]
         except DataError as error:
             if on_bad_row == "error":
-                raise with_skip(error) from error  # the run reports others when its data order comes to them
+                raise with_skip(error) from error  # the run reports other bad rows when its data order reaches them
     return texts

@@ -1,7 +1,7 @@
-"""Trial of a model folder's tokenizer, processor and chat template, in a process that can be ended.
+"""Trial of a model folder's tokenizer, processor and chat template, in a child process that can be killed.
 
-A stranger's template may loop for ever and a stranger's tokenizer may multiply a text until memory ends, inside code
-that no exception stops. What passes here is used in this process afterwards.
+A template from a stranger may loop forever, and a tokenizer may expand a text until memory runs out, in code that no
+exception can stop. Files that pass the trial are then used in this process.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from fovea_gym.rows.images import ImageOpener
 from fovea_gym.types import ImageRef, Message
 
 CPU_SECONDS = 60
-"""Processor time of all steps together; an ordinary folder takes one or two."""
+"""Limit of CPU time for all steps together; an ordinary folder takes one or two seconds."""
 WALL_SECONDS = 300.0
-"""Also for a machine with much else to do."""
+"""Limit of wall time, long enough for a busy machine."""
 MEMORY_BYTES = 4 * 2**30
-"""More than the process has when it begins; tokenizers of 260,000 entries take a quarter."""
+"""Limit of memory that the trial adds to the process; tokenizers of 260,000 entries take a quarter of it."""
 MOST_TOKENS, MOST_CHARACTERS = 20_000, 200_000
-"""Of a question of one line about a small picture; tiles and thumbnails take a few thousand tokens."""
+"""Limits for a question of one line about a small image; tiles and thumbnails take a few thousand tokens."""
 FAULT = "fault: "
 LOADING = "the tokenizer or the processor (tokenizer.json, preprocessor_config.json)"
 WRITING = "the chat template (chat_template.jinja)"
@@ -51,15 +51,15 @@ QUESTION = f"How many? {''.join(map(chr, range(32, 127))).replace('<', '')} Ã© Ã
 
 
 def try_model(settings: Model) -> None:
-    """ModelError for a model whose tokenizer, processor or chat template fails on a picture, or does not end.
+    """ModelError if the tokenizer, processor or chat template of a model fails on an image, or does not end.
 
-    A folder is tried once in a process, as long as its files stay.
+    A process tries a folder once, until its files change.
     """
     _try_model(settings.model_dump_json(), _files_of(str(settings.path)))
 
 
 def try_scorer(path: str) -> None:
-    """ModelError for a reward model of texts whose tokenizer or chat template fails on an answer, or does not end."""
+    """ModelError if the tokenizer or chat template of a text reward model fails on an answer, or does not end."""
     _try_scorer(path, _files_of(path))
 
 
@@ -75,18 +75,18 @@ def _try_scorer(path: str, _files: tuple[tuple[str, int, int], ...]) -> None:
 
 
 def _files_of(path: str) -> tuple[tuple[str, int, int], ...]:
-    """Name, time and size of each file that a trial reads."""
+    """Name, modification time and size of each file that a trial reads."""
     return tuple(sorted((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in Path(path).glob("*.j*")))
 
 
 def _in_child(steps: Callable[[str], Iterator[str]], where: str) -> None:
-    """Take all steps in a process; ModelError, which begins with `where`, for one that fails or does not end."""
-    # a fork has all packages already; a new process would import them for ten seconds
+    """Run all steps in a child process; ModelError, which begins with `where`, if one fails or does not end."""
+    # a forked process has all packages already; a new one would take ten seconds to import them
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_trial, args=(steps, where, theirs))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork, which the trial does not need
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads during a fork; the trial needs no threads
         child.start()
     theirs.close()
     try:
@@ -109,14 +109,14 @@ def _in_child(steps: Callable[[str], Iterator[str]], where: str) -> None:
 
 
 def _trial(steps: Callable[[str], Iterator[str]], where: str, tell: Connection) -> None:
-    """In the child: load and use all that is tried, and tell each step and a fault."""
+    """In the child: run all steps, and send the name of each step, and a fault if there is one."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nowhere, descriptor)
-    faulthandler.disable()  # an abort is what is looked for
-    torch.set_num_threads(1)  # the threads of the process before the fork are not here
+    faulthandler.disable()  # the trial expects aborts, so they need no traceback
+    torch.set_num_threads(1)  # the threads of the parent do not exist after the fork
     _limit()
     step = LOADING
     try:
@@ -138,7 +138,7 @@ def _trial(steps: Callable[[str], Iterator[str]], where: str, tell: Connection) 
 
 
 def _steps(settings: Model, where: str) -> Iterator[str]:
-    """Use all that is tried; yields the name of each step before it."""
+    """Load and use the files under trial; yields the name of each step before it begins."""
     yield LOADING
     processor = load_processor(settings)
     render = Renderer(processor, ImageOpener(max_image_mib=1, max_image_megapixels=1))
@@ -154,7 +154,7 @@ def _steps(settings: Model, where: str) -> Iterator[str]:
     if pads != (wanted := sum(image.num_tokens for image in prompt.images)):
         raise ModelError(
             f"{where}: its prompts have {pads} tokens of image_token_id={processor.family.image_token_id} for a "
-            f"picture of {wanted}: config.json does not go with tokenizer.json; {FIX}"
+            f"picture of {wanted} tokens: config.json does not match tokenizer.json; {FIX}"
         )
     if not all(np.isfinite(x).all() for image in prompt.images for x in image.tensors.values()):
         raise ModelError(f"{where}: its processor makes pixels that are NaN or infinite; {FIX}")
@@ -166,7 +166,7 @@ def _steps(settings: Model, where: str) -> Iterator[str]:
 
 
 def _steps_of_scorer(path: str, where: str) -> Iterator[str]:
-    """As `_steps`, of a reward model that reads texts only."""
+    """The steps of `_steps` for a reward model that reads only text."""
     yield LOADING
     tokenizer = load_reward_tokenizer(Path(path))
     tokenizer(QUESTION)
@@ -178,7 +178,7 @@ def _steps_of_scorer(path: str, where: str) -> Iterator[str]:
 
 
 class _LateError(Exception):
-    """The end of the processor time."""
+    """The CPU time is used up."""
 
 
 def _raise_late(_signal: int, _frame: object) -> None:
@@ -186,8 +186,8 @@ def _raise_late(_signal: int, _frame: object) -> None:
 
 
 def _limit() -> None:
-    """Limits of this process from here on, beyond what its imports have taken."""
-    # raised in Python's code, which then names the template; compiled code is killed five seconds later
+    """Limit the CPU time and memory of this process, beyond what its imports have taken."""
+    # Python code gets an exception, whose traceback names the template; compiled code is killed five seconds later
     signal.signal(signal.SIGXCPU, _raise_late)
     seconds = CPU_SECONDS + int(time.process_time())
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))

@@ -1,4 +1,4 @@
-"""The process of an engine in another Python environment, begun by `wiring.engine.make_remote`: makes and serves it."""
+"""The process of an engine in another Python environment: `wiring.engine.make_remote` starts it to make the engine."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fovea_gym.utils.event_loop import wait_for
 
 
 class RequestTasks:
-    """An engine in this process, and the methods that the trainer calls in place of the engine's."""
+    """An engine in this process, with the methods that the trainer calls instead of the engine's."""
 
     def __init__(self, engine: SyncedEngine) -> None:
         self.engine = engine
         self._running: dict[str, asyncio.Task[Any]] = {}
-        """The call of each request."""
+        """The running call of each request, by request id."""
 
     async def generate(self, request: Request) -> Sequence[Completion]:
         """Sample n completions of one prompt; EngineError if `abort` ends it."""
-        # in the task of this call: a separate task would begin after the next call, a `sleep` that would not see it
+        # runs in the task of this call: a separate task might begin after the next call, such as `sleep`
         drawing = asyncio.current_task()
         assert drawing is not None, "a coroutine runs in a task"
         self._running[request.id] = drawing
@@ -44,12 +44,12 @@ class RequestTasks:
         except asyncio.CancelledError as error:
             raise EngineError("the request was aborted") from error
         finally:
-            # a request with its id may have come while this one was aborted
+            # a request with the same id may have arrived while this one was being aborted
             if self._running.get(request.id) is drawing:
                 del self._running[request.id]
 
     async def abort(self, request: str) -> None:
-        """End a call of `generate`, and return once the engine has forgotten it."""
+        """Cancel a call of `generate`, and return once the engine has dropped it."""
         if drawing := self._running.get(request):
             drawing.cancel()
             await asyncio.wait([drawing])
@@ -59,8 +59,8 @@ class RequestTasks:
         return self.engine.has_weights
 
     async def receive_weights(self, written: bytes) -> None:
-        """Load some of them, which come as handles of the trainer's memory."""
-        # tensors in a GPU's memory are copied: handles of another process's cannot be handed on
+        """Load a part of the weights, which arrives as handles of the trainer's memory."""
+        # tensors in GPU memory are copied, since handles of another process's memory cannot be passed on
         tensors = ((name, tensor.clone() if tensor.is_cuda else tensor) for name, tensor in opened(written))
         self.engine.receive_weights(list(tensors))
 
@@ -71,7 +71,7 @@ class RequestTasks:
 
 def _make(sent: Mapping[str, Any]) -> SyncedEngine:
     if sent["version"] != __version__:
-        raise ConfigError(f"it has Fovea {__version__}, and the trainer {sent['version']}; install that one")
+        raise ConfigError(f"it has Fovea {__version__}, and the trainer {sent['version']}; install that version")
     with named(lambda error: ConfigError(f"the settings do not fit there ({first_line(error)})")):
         config, model = Config.model_validate(sent["config"]), Model.model_validate(sent["model"])
     set_threads(config)
@@ -83,7 +83,7 @@ def _make(sent: Mapping[str, Any]) -> SyncedEngine:
 
 
 def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], SyncedEngine] = _make) -> None:
-    """Make the engine that the first message asks for, and serve the trainer until its end, or the engine's."""
+    """Make the engine that the first message describes, and serve the trainer until it or the engine ends."""
     connection, sent = begin(int(arguments[0]))
     try:
         engine = make(sent)

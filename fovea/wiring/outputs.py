@@ -1,4 +1,4 @@
-"""Builders of a run's outputs: profile, and the table of parameters."""
+"""Builders of a run's outputs: trackers, profile, peak FLOP/s for MFU, and the table of parameters."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from fovea.train.base import ModelFacts
 
 
 class ChosenTracker(NamedTuple):
-    """A tracker that the settings choose; its package is installed."""
+    """A tracker that the settings choose and whose package is installed."""
 
     name: str
     setting: str
-    """The setting that chose it, with its value."""
+    """The setting that chooses the tracker, with its value."""
     connect: Callable[[Path, TrackedRun], Tracker]
-    """Connects the run of this folder; raises ConfigError, or whatever the package raises."""
+    """Connects the run in a folder to the tracker; raises ConfigError, or any error of the package."""
 
 
 def chosen_trackers(log: Log) -> list[ChosenTracker]:
-    """The chosen trackers but TensorBoard; MissingExtraError, with the install line, for one without its package."""
+    """The chosen trackers except TensorBoard; MissingExtraError, with the install command, if a package is missing."""
     chosen = []
     if (project := log.wandb_project) is not None:
         from fovea.metrics.wandb import WandbTracker
@@ -70,10 +70,10 @@ def chosen_trackers(log: Log) -> list[ChosenTracker]:
 def make_trackers(config: Config, folder: Path, start_step: int, warn: Callable[[str], None]) -> list[TrackerSink]:
     """Make the sinks of the chosen trackers.
 
-    A new run connects to them at once, and ends where that fails. One that goes on has steps to lose: it connects with
-    its next step, and `warn` says what fails.
+    A new run connects to them at once, and ends if that fails. A resumed run connects at its next step, and only warns
+    of failures with `warn`, since it has steps to lose.
     """
-    # a run that goes back to a checkpoint that was named gets a separate curve: trackers take no step back
+    # a run that resumes from a named checkpoint gets a separate curve, since trackers cannot take steps back
     goes_on = start_step > 0 and config.resume_from is None
     settings = public_settings(config)
     sinks = []
@@ -82,7 +82,7 @@ def make_trackers(config: Config, folder: Path, start_step: int, warn: Callable[
         connect = partial(each.connect, folder, run)
         sinks.append(TrackerSink(folder, each.setting, run, connect, settings=settings, warn=warn))
     if config.log.tensorboard:
-        # it takes back the steps after the checkpoint, so that nothing need be kept of what it was sent
+        # TensorBoard can drop the steps after the checkpoint, so the run needs no record of what was sent
         run = TrackedRun(None, goes_on=start_step > 0, last_step=start_step)
         board = partial(TensorBoardTracker, folder / "tensorboard", resume_step=start_step)
         sinks.append(TrackerSink(folder, "log.tensorboard=true", run, board, settings=settings, warn=warn))
@@ -93,14 +93,14 @@ def make_trackers(config: Config, folder: Path, start_step: int, warn: Callable[
 
 
 def make_profile(config: Config, folder: Path, start_step: int, progress: Progress) -> StepProfile | None:
-    """Make the profile of the next steps; None unless the settings ask for one and steps are left."""
+    """Make the profiler of the next steps; None unless the settings ask for a profile and steps are left."""
     if not config.profile or start_step >= config.max_steps:
         return None
     return StepProfile(folder, start_step=start_step, max_steps=config.max_steps, say=progress.print)
 
 
 def peak_tflops(settings: Log, facts: ModelFacts, progress: Progress) -> float | None:
-    """Peak TFLOP/s of all training processes, by the settings or the data sheet, for `mfu`; None where unknown."""
+    """Peak TFLOP/s of all training processes, from the settings or the data sheet, for `mfu`; None if unknown."""
     each = settings.peak_tflops
     if each is None and facts.device_name is not None:
         each = known_peak_tflops(facts.device_name)
@@ -115,7 +115,7 @@ def peak_tflops(settings: Log, facts: ModelFacts, progress: Progress) -> float |
 def model_table(name: str, facts: ModelFacts) -> Table:
     """Table of trainable and total parameters of each part of the model."""
     threads = torch.get_num_threads()
-    # a name is text, not markup
+    # Text, since a name is not rich markup
     title = Text(f"{name} on {facts.device}, {threads} thread{'' if threads == 1 else 's'}")
     table = Table(title=title, title_justify="left")
     for header in ("part", "trainable", "total"):

@@ -1,5 +1,6 @@
-"""The process of a reward, whose other end is `fovea_gym.environments.custom.processes`; it imports no torch,
-unless the user's file does.
+"""The process of a reward; the other end is in `fovea_gym.environments.custom.processes`.
+
+It does not import torch, unless the user's file does.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from fovea_gym.types import Turn
 
 
 class CallsHere:
-    """Calls in the main thread: no other call waits meanwhile."""
+    """Runs calls in the main thread, since no other call waits meanwhile."""
 
     async def run(self, call: Callable[[], object]) -> object:
         return result_of(*result_or_error(call))
 
 
 def main(descriptor: int) -> None:
-    """Load the rewards that the first message names, then score one answer after the other until the trainer ends."""
+    """Load the rewards that the first message names, then score answers one by one until the trainer ends."""
     os.set_inheritable(descriptor, False)
     pipe = socket.socket(fileno=descriptor).makefile("rwb")
     settings = _receive(pipe)
@@ -63,7 +64,7 @@ async def _answer(grader: Grader, message: bytes) -> dict[str, Any]:
     fix = "keep plain values in Task.row, or set reward_in=thread"
     try:
         with named(lambda error: NoScoreError(f"{why} ({first_line(error)}); {fix}")):
-            # only the trainer can send it: the socket is inherited, and has no address
+            # safe to unpickle, since only the trainer can send it: the socket is inherited and has no address
             task, text, num_tokens = pickle.loads(message)
         turn = Turn(messages=(), text=text, num_tokens=num_tokens)
         return score_to_json(await grader.score(task, [turn]))
@@ -72,7 +73,7 @@ async def _answer(grader: Grader, message: bytes) -> dict[str, Any]:
 
 
 def _receive(pipe: BufferedRWPair) -> bytes | None:
-    """The next message; None where the trainer has ended."""
+    """The next message; None if the trainer has ended."""
     header = pipe.read(HEADER.size)
     return pipe.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else None
 

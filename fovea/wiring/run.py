@@ -1,4 +1,4 @@
-"""Builder of a run from its settings; this folder is the only place that names concrete backends."""
+"""Builder of a run from its settings; only this package names concrete backends."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from fovea_gym.rows.tasks import kinds_of
 from fovea_gym.types import Task
 
 ROWS_TRIED = 64
-"""Training rows among which rows with several images, one and none are looked for."""
+"""Number of training rows that are searched for rows with several images, with one and with none."""
 
 
 def compare_with_transformers(
@@ -71,13 +71,13 @@ def compare_with_transformers(
     environment: Environment,
     progress: Progress,
 ) -> None:
-    """Run the check on training rows, and print its result; ModelError where the model fails it."""
+    """Compare the model with transformers on training rows, and print the result; ModelError if they differ."""
     progress.stage("comparing the model with transformers")
     rows = list(_rows(environment.tasks("train"), environment, renderer))
     if not any(map(images_of, rows)):
         raise ModelError(
-            f"model.family=auto: none of the first {ROWS_TRIED} training rows has a picture that can be used, and "
-            "without one the model cannot be compared with transformers; correct the rows"
+            f"model.family=auto: none of the first {ROWS_TRIED} training rows has a usable image, and without one the "
+            "model cannot be compared with transformers; correct the rows"
         )
     vlm = open_vlm(config, model, processor.banned_ids)
     assert isinstance(vlm, PlainVLM), "a model without a family has no fast path"
@@ -92,14 +92,14 @@ def compare_with_transformers(
 
 
 def _rows(tasks: Sequence[Task], environment: Environment, renderer: Renderer) -> Iterator[Row]:
-    """The first usable row with each number of images up to two, and the first one also without its images."""
+    """Yield a usable row for each number of images up to two, and the first row also without its images."""
     found = set[int]()
     for index in range(min(len(tasks), ROWS_TRIED)):
         try:
             row = environment.prompt(tasks[index])
             renderer.prompt(row)
         except DataError:
-            continue  # the run reports it when its data order comes to it
+            continue  # the run reports the row when its data order reaches it
         for each in (row, *([] if found else [without_images(row)])):
             if (count := min(len(images_of(each)), 2)) not in found:
                 found.add(count)
@@ -115,13 +115,14 @@ def build(
 ) -> Run:
     """Make all services of a run, without training; each error says which setting to change.
 
-    `frames` replaces the data files of the settings with rows in memory, such as `{"train": frame, "test": frame}`, and
-    writes them into the run folder; `environment` replaces the environment of the settings, for tasks that exist as
-    Python objects (docs/own.md); `rewards` and `tools` are what the settings `reward` and `environment.tools` describe.
+    `frames` replaces the data files of the settings with rows in memory, such as `{"train": frame, "test": frame}`,
+    which are written into the run folder. `environment` replaces the environment of the settings, for tasks that exist
+    as Python objects (docs/own.md). `rewards` and `tools` are the objects for the settings `reward` and
+    `environment.tools`.
     """
     started = perf_counter()
-    chosen_trackers(config.log)  # a package that is missing ends the command before anything is made
-    # a signal ends it as an error does, so that no folder is left
+    chosen_trackers(config.log)  # fails first if a package is missing, before anything is made
+    # a signal ends the block as an error does, so that no folder is left behind
     with rows_as_files(config, frames) as rows, ending_signals(Stop()), ExitStack() as on_failure:
         config = on_failure.enter_context(open_run_folder(rows.config))
         rows.move_into(Path(config.run_dir))
@@ -130,7 +131,7 @@ def build(
         run = _make_services(config, graded, started, GivenCode(environment=user, rewards=rewards, tools=tools))
         for remark in rows.remarks:
             run.progress.warn(remark)
-        # from here on it is the run that closes its folder
+        # from here on, the run is responsible for releasing its folder
         return replace(run, held=on_failure.pop_all())
 
 
@@ -145,7 +146,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     opener = make_opener(config.data, folder, progress.print)
     _print_remarks(config, graded, opener, progress, is_new=resumed is None)
     progress.stage("making the model" if config.model.tiny else "looking up the model")
-    answer_end_of(config, graded.environment)  # refuses what has none, before a model is loaded
+    answer_end_of(config, graded.environment)  # fails before a model is loaded if the environment defines none
     model = locate_model(config, folder, lambda: graded.environment)
     processor = load_processor(model)
     renderer = make_renderer(config.model, processor, opener, max_new_tokens=config.rollout.max_new_tokens)
@@ -171,7 +172,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     for line in backends.kernel_notes:
         progress.print(line)
     if isinstance(backends.engine, PlainEngine):
-        progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
+        progress.print("model.fast_path: not used; trainer and engine run transformers' own forward, which is slow")
     return Run(
         config=config,
         folder=folder,
@@ -218,14 +219,14 @@ def _stream(config: Config, graded: GradedEnvironment, environment: Environment,
 
 
 def _warmup(config: Config, environment: Environment, train: PromptSource, renderer: Renderer) -> WarmupStage | None:
-    """Make the warm-up; None without one."""
+    """Make the warm-up; None if the settings have none."""
     settings = config.warmup
     if settings is None:
         return None
     unknown = set(settings.stop_kind_accuracy) - set(kinds_of(environment.tasks("dev")))
     if unknown:
         raise ConfigError(
-            f"warmup.stop_kind_accuracy: no dev row is of kind {', '.join(sorted(unknown))}, so that the warm-up could "
+            f"warmup.stop_kind_accuracy: no dev row is of kind {', '.join(sorted(unknown))}, so the warm-up could "
             f"never stop; the kinds are {', '.join(sorted(set(kinds_of(environment.tasks('dev')))))}"
         )
     return WarmupStage(
@@ -246,32 +247,32 @@ def _warmup(config: Config, environment: Environment, train: PromptSource, rende
 def _metrics_log(
     config: Config, folder: Path, resumed: SavedCheckpoint | None, progress: Progress, profile: Sink | None
 ) -> MetricsLog:
-    """The log of a run's metrics; trackers connect here, before the model is loaded."""
+    """Make the log of a run's metrics; trackers connect here, before the model is loaded."""
     sinks: list[Sink] = [_metrics_file(folder, resumed, progress)]
     trackers = make_trackers(config, folder, resumed.step if resumed else 0, progress.warn)
     return MetricsLog([*sinks, profile] if profile else sinks, trackers)
 
 
 def _metrics_file(folder: Path, resumed: SavedCheckpoint | None, progress: Progress) -> JsonlSink:
-    """metrics.jsonl, with a warning where a run that goes on in its own folder finds it damaged."""
+    """Open metrics.jsonl, with a warning if a run that resumes in its own folder finds it damaged."""
     sink = JsonlSink(folder, resume_step=resumed.step if resumed else 0)
     if resumed is None or not _is_of(folder, resumed):
         return sink
     if sink.num_lost:
         progress.warn(
             f"{folder / METRICS_FILE} has no metrics of {sink.num_lost} of the {resumed.step} steps before the "
-            "checkpoint (lines are damaged or missing); curves have a gap there, and training goes on as before"
+            "checkpoint (lines are damaged or missing); curves have a gap there, but training is not affected"
         )
     elif sink.num_nuls:
         progress.warn(
             f"{folder / METRICS_FILE} ended in {sink.num_nuls} NUL bytes, as after a power failure; they are dropped, "
-            "and no step before the checkpoint is lost; look whether other files of this disk are damaged"
+            "and no step before the checkpoint is lost; check whether other files on this disk are damaged"
         )
     return sink
 
 
 def _bad_rows(folder: Path, resumed: SavedCheckpoint | None, progress: Progress) -> BadRows:
-    """The bad rows that a run knows, with a warning where one that goes on in its own folder has lost some."""
+    """Load the known bad rows of a run, with a warning if a run that resumes in its own folder has lost some."""
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
     if resumed and bad_rows.num_lost and _is_of(folder, resumed):
         progress.warn(
@@ -282,19 +283,19 @@ def _bad_rows(folder: Path, resumed: SavedCheckpoint | None, progress: Progress)
 
 
 def _is_of(folder: Path, checkpoint: SavedCheckpoint) -> bool:
-    """True if a checkpoint is of the run in this folder, and not of another one."""
+    """True if a checkpoint belongs to the run in this folder, and not to another run."""
     return checkpoint.folder.resolve().is_relative_to(folder.resolve())
 
 
 def _print_remarks(
     config: Config, graded: GradedEnvironment, opener: ImageOpener, progress: Progress, *, is_new: bool
 ) -> None:
-    """Try the reward, and warn of it and of rows that will not do what was meant, also in the report."""
+    """Try the reward on a row, and warn of problems with the reward and the rows, also in the report."""
     remarks = try_reward(graded, opener)
     for line in remarks_on_images(graded.environment.tasks("train"), opener):
         progress.print(line)
     if is_new:
-        Path(config.run_dir, HINTS_FILE).unlink(missing_ok=True)  # of an earlier start
+        Path(config.run_dir, HINTS_FILE).unlink(missing_ok=True)  # hints of an earlier start
     for remark in (*remarks, *remarks_on_answers(graded), *remarks_on_shares(config, graded)):
         progress.warn(remark)
         add_hint(Path(config.run_dir), remark)

@@ -1,4 +1,4 @@
-"""Builder of the tools of a run, and of episodes in which the model calls them."""
+"""Builder of a run's tools, and of the environment in which the model calls them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fovea_gym.tools.session import ToolUse, WithTools
 from fovea_gym.types import Message
 
 SESSION = "environment.session."
-"""The words before the limits of sessions in a recipe."""
+"""Prefix of the limits of sessions in a recipe."""
 RESUME = ", then set resume=auto"
-"""The last advice on code that has blocked a run, which ends then."""
+"""End of the advice in errors about user code that blocked a run."""
 
 
 def make_tools(config: Config, given: Sequence[object] = ()) -> tuple[Tool, ...]:
-    """The tools that the settings name; `given` are those that Python code has given for these names."""
+    """Load the tools that the settings name; `given` are the objects that Python code gave for these names."""
     settings = config.environment
     loaded = load_tools(
         settings.tools,
@@ -53,15 +53,15 @@ def _with_servers(loaded: Sequence[Tool], servers: McpServers) -> tuple[Tool, ..
         for tool in McpConnection(name, server).tools():
             if tool.spec.name in named:
                 raise ConfigError(
-                    f"environment.mcp.{name} has a tool {tool.spec.name}, and so has the run already; name the tools "
-                    f"that it should have in environment.mcp.{name}.tools"
+                    f"environment.mcp.{name} has a tool {tool.spec.name}, but the run already has one of this name; "
+                    f"list the tools to take from this server in environment.mcp.{name}.tools"
                 )
             named[tool.spec.name] = tool
     return tuple(named.values())
 
 
 def uses_tools(environment: Environment, tools: Sequence[Tool]) -> bool:
-    """True if the model of a run may call tools: those of the settings or of its environment."""
+    """True if the model may call tools, from the settings or from its environment."""
     return bool(tools) or environment.uses_tools
 
 
@@ -71,7 +71,7 @@ def with_tools(
     tools: Sequence[Tool],
     make_use: Callable[[], ToolUse],
 ) -> Environment:
-    """The environment with these tools and its own, within the limits of sessions; without any, as it is."""
+    """Wrap the environment so that the model may call tools, within the limits of sessions; unchanged without tools."""
     if not uses_tools(environment, tools):
         return environment
     if not tools and isinstance(environment, Mixture) and isinstance(config.environment, MixtureEnvironment):
@@ -83,7 +83,7 @@ def with_tools(
 
         return environment.changed(of_part)
     settings, inside = config.environment, _inside(environment)
-    # an environment that brings tools counts turns with calls itself
+    # an environment with its own tools includes the turns with calls in its max_turns
     further = settings.max_tool_turns if tools else 0
     use = make_use()
     if (
@@ -93,8 +93,8 @@ def with_tools(
     ):
         raise ModelError(
             f"environment.tools: {', '.join(named)} return pictures, which the chat template of "
-            f"model.path={config.model.name} leaves out; put that of a newer revision of the model into its folder, as "
-            "chat_template.jinja, or leave these tools out"
+            f"model.path={config.model.name} leaves out; put the chat_template.jinja of a newer revision of the model "
+            "into its folder, or leave out these tools"
         )
     calling = WithTools(inside, use, tools, max_turns=inside.max_turns + further)
     asks_score = not isinstance(environment, LimitedSessions) or environment.asks_score
@@ -102,14 +102,14 @@ def with_tools(
 
 
 def limited(environment: Environment, limits: SessionLimits, name: str, *, asks_score: bool = True) -> LimitedSessions:
-    """An environment within the limits of sessions, which errors name as a recipe has them."""
+    """Wrap an environment in the limits of sessions; errors name the limits as in a recipe."""
     return LimitedSessions(environment, limits, name, settings=SESSION, way_out=RESUME, asks_score=asks_score)
 
 
 def use_of_model(
     config: Config, processor: Processor, renderer: Renderer, opener: ImageOpener, warn: Callable[[str], None]
 ) -> ToolUse:
-    """Calls of a model that is loaded here; ModelError where their format is not known."""
+    """Tool calls of a model that is loaded here; ModelError if the format of its calls is not known."""
     return ToolUse(
         format=format_of(processor.chat_template, processor.name),
         frame=frame_of(renderer),
@@ -121,7 +121,7 @@ def use_of_model(
 
 
 def use_of_server(config: Config, opener: ImageOpener, warn: Callable[[str], None]) -> ToolUse:
-    """Calls of a served model, whose template and family are not known: JSON in tags, coordinates in thousandths."""
+    """Tool calls of a served model of unknown template and family: JSON in tags, coordinates in thousandths."""
     return ToolUse(
         format=JsonCalls(),
         frame=THOUSANDTHS,
@@ -132,7 +132,7 @@ def use_of_server(config: Config, opener: ImageOpener, warn: Callable[[str], Non
 
 
 def frame_of(renderer: Renderer) -> Frame:
-    """The frame in which the renderer's model gives coordinates."""
+    """The coordinate frame of the renderer's model."""
     if not renderer.gives_pixels:
         return THOUSANDTHS
     return Frame(description="in pixels of the picture in the size in which you see it", size=renderer.box_frame)

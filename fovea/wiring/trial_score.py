@@ -1,4 +1,4 @@
-"""A trial call of the user's own reward and remarks on the rows, before anything large is loaded."""
+"""A trial call of the user's reward, and remarks on the rows, before anything large is loaded."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from fovea_gym.types import Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 
 ALLOWED_EXCESS = 1.5
-"""Rows that a share holds out, relative to what was asked for, up to which nothing is printed."""
+"""Largest ratio of held-out rows to the requested share for which nothing is printed."""
 NUM_LOOKED_AT = 64
-"""Training rows whose images are looked at for their EXIF orientation."""
+"""Number of training rows whose images are checked for an EXIF rotation."""
 MAX_ROWS_TRIED = 10
-"""Training rows in which one is sought that can be read; the run itself reports the bad ones."""
+"""Number of training rows that are searched for a usable one; the run itself reports bad rows."""
 
 
 def try_reward(graded: GradedEnvironment, opener: ImageOpener) -> list[str]:
-    """Let the user's code score the right answer of a training row; ScoreError where it cannot, remarks on the score.
+    """Let the user's code score the right answer of a training row; returns remarks, ScoreError if it fails.
 
-    Episodes of several turns are left to the run, as their course depends on the model. What the settings tolerate
-    (`reward_on_failure: drop`) is a remark.
+    Episodes of several turns are not tried, since their course depends on the model. A failure that the settings
+    tolerate (`reward_on_failure: drop`) becomes a remark.
     """
     try:
         return [remark for each in (*graded.parts.values(), graded) for remark in _try(each, opener)]
@@ -64,7 +64,7 @@ def _try(graded: GradedEnvironment, opener: ImageOpener) -> Iterator[str]:
         return
     if not answer or reward > 0:
         return
-    # it may read another form than the one in which the environment writes it, or give 0 at best
+    # the reward may parse another form of the answer than the environment's, or give 0 at best
     failures: list[ScoreError] = []
     for form in (rf"\boxed{{{task.answer}}}", f"<answer>{task.answer}</answer>"):
         try:
@@ -84,7 +84,7 @@ def _try(graded: GradedEnvironment, opener: ImageOpener) -> Iterator[str]:
 
 
 def remarks_on_answers(graded: GradedEnvironment) -> Iterator[str]:
-    """Remarks on rows without a column of true answers, for each part of a mixture."""
+    """Remarks on rows without a column of correct answers, for each part of a mixture."""
     for each in (*graded.parts.values(), graded):
         if not isinstance(each.environment, OwnRows) or each.environment.answer_key is not None:
             continue
@@ -92,14 +92,14 @@ def remarks_on_answers(graded: GradedEnvironment) -> Iterator[str]:
         columns = [] if found is None else list(found[0].row)
         if found is not None and not found[0].answer and not set(ANSWER_KEYS) & set(columns):
             yield (
-                f"no column of the training rows is called {' or '.join(ANSWER_KEYS)}, so that task.answer is an empty "
-                f"text to the reward (the columns are {listed(columns)}); set environment.answer_key where one of them "
-                "holds the true answer"
+                f"no column of the training rows is called {' or '.join(ANSWER_KEYS)}, so task.answer is empty in the "
+                f"reward (the columns are {listed(columns)}); set environment.answer_key if one of them holds the "
+                "correct answer"
             )
 
 
 def remarks_on_shares(config: Config, graded: GradedEnvironment) -> Iterator[str]:
-    """Remarks on held-out shares that became larger than asked for, since rows that share an image stay together."""
+    """Remarks on held-out splits larger than their share, since rows that share an image stay together."""
     for name, part in {"": graded, **graded.parts}.items():
         key = f"environment.parts.{name}.environment" if name else "environment"
         settings = config.environments.get(key)
@@ -123,7 +123,7 @@ def _remarks_on_shares(key: str, settings: SplitFiles, environment: Environment)
 
 
 def remarks_on_images(tasks: Sequence[Task], opener: ImageOpener) -> Iterator[str]:
-    """How many images of a sample of rows are turned by EXIF, if any; those at URLs are not fetched for it."""
+    """Yield a line with the number of images rotated by EXIF in a sample of rows, if any, without images at URLs."""
     seen, turned, looked_at = 0, 0, spread(len(tasks), NUM_LOOKED_AT)
     for index in looked_at:
         with suppress(DataError):  # the run itself reports bad rows
@@ -136,13 +136,13 @@ def remarks_on_images(tasks: Sequence[Task], opener: ImageOpener) -> Iterator[st
 
 
 def spread(num_rows: int, num_chosen: int) -> Sequence[int]:
-    """Numbers of so many rows, evenly spread, or of all where there are fewer."""
+    """Indices of `num_chosen` evenly spaced rows, or of all rows if there are fewer."""
     num_chosen = min(num_rows, num_chosen)
     return [index * num_rows // num_chosen for index in range(num_chosen)]
 
 
 def _answered_row(graded: GradedEnvironment, opener: ImageOpener | None = None) -> tuple[Task, str] | None:
-    """A training row that can be used, and its right answer; with `opener` also its images can be opened."""
+    """A usable training row, whose images can be opened by `opener`, and its right answer; None if none is found."""
     environment = graded.environment
     tasks = environment.tasks("train")
     for index in spread(len(tasks), MAX_ROWS_TRIED):

@@ -201,7 +201,7 @@ def test_what_broken_rows_are_told(case: str) -> None:
             None,
             r"the question was not found. The columns are image, answer; set environment.prompt_key to one of them$",
         ),
-        ({}, None, r"rows: no column is called images or image, so where are the pictures"),
+        ({}, None, r"rows: no column is called images or image, so the images were not found; the"),
     ],
 )
 def test_a_column_that_is_not_there_is_told_with_the_nearest_one(
@@ -266,7 +266,7 @@ def test_rows_without_a_picture_are_counted_and_said(form: str, capfd: pytest.Ca
     given[2]["photo"] = given[5]["photo"] = None
     table = FORMS[form](given)
     fovea.GRPO(rows=table, reward=long, environment=PHOTOS, settings=SETTINGS, run_dir="run").train()
-    said = "rows: 2 of 8 rows have no picture in photo (rows 2, 5), and are asked without one; leave them out"
+    said = "rows: 2 of 8 rows have no picture in photo (rows 2, 5), and are asked without one; remove them if"
     assert said in "".join(capfd.readouterr())
     fovea.evaluate("gold", rows=table, reward=long, environment=PHOTOS, settings={"data.cache_dir": "cache"})
     assert said in " ".join("".join(capfd.readouterr()).split())

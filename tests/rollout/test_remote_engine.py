@@ -198,7 +198,7 @@ def test_an_environment_without_the_engine_is_named(tmp_path: Path, monkeypatch:
     given = [f"model.path={model}", "environment=shapes", "rollout.engine.name=vllm"]
     for python, message in (
         ("~/python", r"^rollout\.engine\.python=~/python: rollout\.engine=vllm .* is not installed"),
-        ("nowhere/bin/python", r"^rollout\.engine\.python=nowhere/bin/python: no such interpreter; name that of"),
+        ("nowhere/bin/python", r"^rollout\.engine\.python=nowhere/bin/python: no such interpreter; give the path"),
     ):
         config = load_config([], [*given, f"rollout.engine.python={python}"])
         settings = config.rollout.engine
@@ -213,5 +213,5 @@ def test_both_environments_have_the_same_fovea(tmp_path: Path, monkeypatch: pyte
         [], [f"model.path={save(tiny('qwen3_vl'), tmp_path)}", "environment=shapes", "rollout.engine.name=vllm"]
     )
     settings = config.rollout.engine.model_copy(update={"python": sys.executable})
-    with pytest.raises(ConfigError, match=r"it has Fovea .*, and the trainer 0\.0\.1; install that one"):
+    with pytest.raises(ConfigError, match=r"it has Fovea .*, and the trainer 0\.0\.1; install that version"):
         make_streamed(config, settings, config.model, load_processor(config.model))  # type: ignore[arg-type]

@@ -101,7 +101,10 @@ def test_a_reward_whose_rows_have_no_answers_is_told_so(
     graded = make_environment(config)
     said = "".join(remarks_on_answers(graded))
     graded.grading.close()
-    for part in ("is called answer or reward_model, so that task.answer is an", "the columns are question, solution"):
+    for part in (
+        "is called answer or reward_model, so task.answer is empty in the",
+        "the columns are question, solution",
+    ):
         assert (part in said) is is_said
     assert bool(said) is is_said
 
