@@ -4,7 +4,7 @@ r"""Counting in scenes where the text of some questions gives the answer: RL cou
         rollout.samples_per_prompt=8 warmup.stop_accuracy=0.5 evaluate.shared_images=ignore max_steps=200 \
         rollout.stop_after_answer=false algorithm.entropy_coef=0.02 algorithm.max_groups_without_signal=0
 
-PAPO's masked view from the same warm-up, exported as START: the same with `model.tiny=null model.path=START warmup=null
+To use PAPO's masked view from the same warm-up, exported as START, add `model.tiny=null model.path=START warmup=null
 algorithm.augmentation.name=papo algorithm.augmentation.mask_patch_px=8 algorithm.augmentation.mask_ratio=0.9
 algorithm.augmentation.coef=0.02`.
 
