@@ -481,7 +481,7 @@ def test_a_command_of_our_name_is_refused(site: Path) -> None:
     other(site, "fovea.commands", "plan", "raise AssertionError('imported')\n")
     refused = CliRunner().invoke(main.app, ["plan", "shapes"])
     assert refused.exit_code == 2
-    assert "fovea.commands: other-parts registers plan, which is a name of Fovea's own" in refused.stderr
+    assert "fovea.commands: other-parts registers plan, which is one of Fovea's names" in refused.stderr
     assert CliRunner().invoke(main.app, ["config", "seed"]).exit_code == 0
 
 

@@ -127,7 +127,7 @@ def test_rows_may_have_a_grader_of_fovea() -> None:
 
 RED = {"photo": png("red", 32), "question": "?"}
 BROKEN: dict[str, tuple[Any, str]] = {
-    "no rows": ([], r"rows holds no rows; give some"),
+    "no rows": ([], r"rows holds no rows; give at least one"),
     "no table": (3, r"rows: an object of type int holds no rows that can be read; give a pandas DataFrame"),
     "a file": (Path("data.csv"), r"environment\.train_files: no such file data\.csv; correct the path"),
     "a row that is none": ([RED, 3], r"rows row 1 is of type int, not a mapping of columns"),
@@ -308,8 +308,8 @@ FAULTS: dict[str, tuple[Callable[[pd.DataFrame], Any], str]] = {
         lambda frame: frame.drop(columns="question"),
         r"rows: no column is called .* set environment\.prompt",
     ),
-    "no rows": (lambda frame: frame.iloc[:0], "rows holds no rows; give some"),
-    "an empty frame": (lambda frame: pd.DataFrame(), "rows holds no rows; give some"),
+    "no rows": (lambda frame: frame.iloc[:0], "rows holds no rows; give at least one"),
+    "an empty frame": (lambda frame: pd.DataFrame(), "rows holds no rows; give at least one"),
     "columns of one name": (lambda frame: pd.concat([frame, frame[["answer"]]], axis=1), "several columns called"),
     "levels": (lambda frame: pd.concat({"a": frame}, axis=1), r"its columns have 2 levels, .*; join them first"),
     "half a character": (lambda frame: [*frame.to_dict("records")[:1], {"\ud800": 1}], r"name of column .*; rename it"),

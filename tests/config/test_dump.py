@@ -97,7 +97,7 @@ def test_a_description(key: str, type_text: str, default: str) -> None:
 
 def test_settings_of_one_variant_say_so() -> None:
     (setting,) = describe("environment.zoom")
-    assert setting.doc.startswith("[environment.name=shapes_small] Let the model ask for a box of the scene")
+    assert setting.doc.startswith("[environment.name=shapes_small] Let the model ask for an enlarged box of the scene")
     (shared,) = describe("environment.train_files")
     assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | rows | geospot | grounding | nemo_gym] ")
 

@@ -115,7 +115,7 @@ class Grading:
         """The given score; DataError for a reward that is not finite or beyond the limit."""
         if score.turns and len(score.turns) != len(turns):
             raise DataError(
-                f"{task.id}: {len(score.turns)} rewards of turns for an episode of {len(turns)}; give one for each turn"
+                f"{task.id}: {len(score.turns)} turn rewards for an episode of {len(turns)}; give one for each turn"
             )
         for reward in (score.reward, *score.turns):
             if not abs(reward) <= REWARD_LIMIT:
@@ -126,7 +126,7 @@ class Grading:
                 raise DataError(f"{task.id}: the reward of {turns[-1].text[:80]!r} is {size:.6g}{problem}")
         for name in (name for parts in (score.parts, *score.image_parts) for name in parts):
             if any("\ud800" <= character <= "\udfff" for character in name):
-                raise DataError(f"{task.id}: the score has a part {name!r:.60} with half a character; rename it")
+                raise DataError(f"{task.id}: the name of score part {name!r:.60} has an unpaired surrogate; rename it")
         return score
 
 
@@ -139,7 +139,7 @@ class CallLimits:
     settings: str = ""
     """Prefix of the names of these limits in errors, such as `judge.` or `reward_`."""
     time_limit: str = "timeout_seconds"
-    """Name of the setting of the time limit, after the prefix."""
+    """Name of the time limit's setting, without the prefix."""
     calls_at_once: int = 1
     timeout_seconds: float | None = 10.0
     """Time limit of one try; None for graders that have their own limit."""
@@ -153,7 +153,7 @@ class CallLimits:
 
     @property
     def time_setting(self) -> str:
-        """The setting of the time limit."""
+        """The full name of the setting of the time limit."""
         return f"{self.settings}{self.time_limit}"
 
 
@@ -279,7 +279,7 @@ class CallThreads:
                 raise
             raise ScoreError(
                 f"{len(self._late)} calls of {self._name} still run after {self._setting} each, and a thread cannot be "
-                f"ended; make it end, or raise {self._setting}"
+                f"stopped; make it return, or raise {self._setting}"
             ) from None
         return result_of(result, error)
 

@@ -18,7 +18,7 @@ from fovea_gym.utils.http_json import CallBounds, CallError, JsonServer, bearer
 from fovea_gym.utils.shown_text import without_secrets
 
 RETRIES = 3
-"""Retries, with growing pauses, if the server is unreachable, busy or slow, or if its reply has no score."""
+"""Number of retries, with growing pauses, if the server is unreachable, busy or slow, or its reply has no score."""
 MAX_SCORE = 10.0
 """Highest score; prompts ask for a number from 0 to MAX_SCORE, and the score is divided by it."""
 MAX_IMAGE_SIDE_PX = 1024
@@ -88,7 +88,7 @@ class JudgeClient:
         self._server = JsonServer(settings.url.rstrip("/"), bounds, bearer(settings.api_key_env, "judge.api_key_env"))
 
     async def aclose(self) -> None:
-        """Close its connections."""
+        """Close the client's connections."""
         await self._server.close()
 
     async def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float:

@@ -44,7 +44,7 @@ class Rounded:
         """The sum; ArithmeticError if rounding would lose one of the terms, as in `2^{60} + 1`."""
         small, large = sorted((self, other), key=lambda term: abs(term.value))
         if not small.is_zero() and abs(small.value) < _ROUNDING * abs(large.value):
-            raise ArithmeticError(f"{small.value} is lost beside {large.value}")
+            raise ArithmeticError(f"{small.value} is lost when added to {large.value}")
         return _of(self.value + other.value, self.error + other.error)
 
     def __sub__(self, other: Rounded) -> Rounded:

@@ -18,7 +18,7 @@ from fovea_gym.utils.event_loop import gather_or_cancel
 RIGHT = 0.5
 """Accuracy above which an answer counts as right for the tool bonus."""
 ACCEPT_SCORE = 0.8
-"""Lowest score of a judge that counts as a verdict of right."""
+"""Lowest judge score at which an answer counts as right."""
 AskJudge: TypeAlias = Callable[[Sequence[Image], str, str, Sequence[str]], Awaitable[float]]
 """A function of images, question, answer and references that returns a score in 0..1: `judge.JudgeClient.score`."""
 

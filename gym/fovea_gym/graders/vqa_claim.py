@@ -203,7 +203,7 @@ def _agrees(said: str, clause: str) -> bool:
 
 
 def _counts_none(clause: str) -> bool:
-    """True if a clause denies something by a 0, as `there are 0` and `0 of them` do; `the score is 0` does not."""
+    """True if a clause denies something with a 0, as `there are 0` and `0 of them` do; `the score is 0` does not."""
     if "0" not in clause.split():
         return False
     said = _IS.fullmatch(clause) or _ITS.fullmatch(clause)
@@ -213,7 +213,7 @@ def _counts_none(clause: str) -> bool:
 def _count(words: str) -> Claim | None:
     """The claim of a sentence that counts, such as `there are exactly 3 dogs in the image`."""
     before = _BEFORE_A_COUNT.match(words)
-    assert before is not None, words  # it matches the empty text
+    assert before is not None, words  # the pattern also matches the empty text
     return _counted(words[before.end() :]) if _is_plain(before.group()) else None
 
 

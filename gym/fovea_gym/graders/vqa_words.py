@@ -94,10 +94,10 @@ def _folded(answer: str) -> str:
     """A text in lower case with uniform digits and dashes, and with words for signs that change a number."""
     text = _RAISED.sub(r" \g<0>", answer[:MAX_CHARS].translate(INVISIBLE))
     text = unicodedata.normalize("NFKC", text).casefold()
-    # digits of any script as 0 to 9
+    # convert digits of any script to 0 to 9
     text = "".join(str(unicodedata.decimal(char)) if char.isdecimal() else char for char in text)
     text = re.sub(r"</?[a-z]{1,9}>", " ", text)
-    text = _DASHES.sub("-", _APOSTROPHES.sub("", text))  # every contraction: "don't" and "dont"
+    text = _DASHES.sub("-", _APOSTROPHES.sub("", text))  # "don't" becomes "dont"
     for pattern, word in _SIGNS:
         text = pattern.sub(word, text)
     return text
@@ -107,7 +107,7 @@ def _plain(text: str) -> str:
     """A text from `_folded` without punctuation, and with its numbers written as digits."""
     text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda match: match.group().replace(",", ""), text)
     text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text) if re.match(r"\s*-?\.\d", text) else text
-    text = re.sub(r"\.(?!\d)|(?<!\d)\.", "", text)  # not a decimal point
+    text = re.sub(r"\.(?!\d)|(?<!\d)\.", "", text)  # dots other than decimal points
     text = re.sub(r"[,:](?!\d)|(?<!\d)[,:]|,|/", " ", text)
     text = re.sub(r"^\s*\$([^$]+)\$\s*$", r"\1", text)
     text = _PUNCTUATION.sub(" ", text)
@@ -194,7 +194,7 @@ def true_letter(answer: str, options: Sequence[str], where: str) -> str:
 
 
 def option_letter(answer: str) -> str | None:
-    """The letter with which an answer picks an option, as in `B`, `(b) a dog`, `Option B`; None unless exactly one."""
+    """The letter of the option that an answer picks, as in `B`, `(b) a dog`, `Option B`; None unless it picks one."""
     picked = _picked(answer)
     return None if picked is None else picked[0]
 

@@ -93,7 +93,7 @@ class ChildProcess:
 
     def kill(self, others: Set[int] = frozenset()) -> set[int]:
         """Kill the process, its descendants and the process groups `others`; returns the ids of all these groups."""
-        with self._watcher:  # closes its stdin and waits for it
+        with self._watcher:  # leaving the block closes its stdin and waits for it
             self._watcher.kill()
         groups = self.groups() | others
         if self.exit_code is not None and any(each.pid == self.pid for each in ending.running()):

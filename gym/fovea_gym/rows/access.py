@@ -44,7 +44,7 @@ class GroupCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the groups in the cache."""
+        """Total bytes of the groups in the cache."""
         return self._tables.num_bytes
 
     def get(self, key: tuple[str, int], read: Callable[[], pa.Table]) -> pa.Table:

@@ -53,7 +53,7 @@ def _listed(cell: object) -> Iterator[object]:
     if cell is None:
         return
     if isinstance(cell, np.ndarray) and cell.dtype == object:
-        cell = cell.tolist()  # a list of structs, as pandas reads it
+        cell = cell.tolist()  # pandas reads a list of structs as an object array
     if isinstance(cell, list | tuple):
         yield from cell
     else:
@@ -113,7 +113,7 @@ def _located(path: str, where: str, folder: str | None, image_root: str) -> str:
         raise BadRowError(f"{where}: {problem}", "image_kind", "correct the row")
     if folder is None:
         if is_url(path):
-            problem = f"{path[:200]} is of a protocol that is not read"
+            problem = f"{path[:200]} has a protocol that is not supported"
             fix = "give a path, or a URL at http(s)://, s3:// or gs://"
             raise BadRowError(f"{where}: {problem}", "image_outside_folder", fix)
         return os.path.abspath(path)
@@ -139,7 +139,7 @@ def _below_folder(folder: str, path: str) -> str | None:
     root = os.path.realpath(folder)
     try:
         full = os.path.realpath(os.path.join(root, path))
-    except ValueError:  # a NUL in the name
+    except ValueError:  # the name contains a NUL
         return None
     return full if full == root or full.startswith(root.rstrip(os.sep) + os.sep) else None
 

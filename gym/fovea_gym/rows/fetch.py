@@ -195,7 +195,7 @@ class FailedHosts:
             left_seconds = host.given_up_until - self._clock() if host else 0.0
         if host is not None and left_seconds > 0:
             raise BadRowError(
-                f"{where}: {name} failed for {host.failures} images in a row and is asked again in "
+                f"{where}: {name} failed for {host.failures} images in a row and is tried again in "
                 f"{left_seconds:.0f} s",
                 "url_host_failed",
                 "bring it back",
@@ -214,7 +214,7 @@ class FailedHosts:
         if is_new:
             self._note(
                 f"{name} failed for {MAX_FAILURES} images in a row, the last one: {problem}; "
-                f"its images count as bad rows, and it is asked for one every {self._pause_seconds:g} s"
+                f"its images count as bad rows, and one image is tried every {self._pause_seconds:g} s"
             )
 
 
@@ -323,7 +323,7 @@ def _parsed(url: str, where: str) -> httpx2.URL:
         raise _bad(where, f"{url[:200]} is not a URL ({error})", "url_invalid") from error
     port_exists = parsed.port is None or 0 < parsed.port < 1 << 16
     if parsed.scheme not in {"http", "https"} or not parsed.host or not port_exists:
-        raise _bad(where, f"{url[:200]} is not a http:// or https:// URL", "url_invalid")
+        raise _bad(where, f"{url[:200]} is not an http:// or https:// URL", "url_invalid")
     if parsed.userinfo:
         raise _bad(where, "the URL holds a user name, which is not supported", "url_invalid")
     return parsed

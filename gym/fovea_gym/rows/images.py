@@ -149,9 +149,9 @@ class ImageOpener:
 
     def _check_pixels(self, width: int, height: int, where: str) -> None:
         if not (width and height):
-            raise _refused(where, f"the image is {width}x{height} pixels, that is empty", "replace it", "image_empty")
+            raise _refused(where, f"the image is empty ({width}x{height} pixels)", "replace it", "image_empty")
         if max(width, height) > MAX_SIDE_PX:
-            problem = f"the image is {width}x{height} pixels, and a side has at most {MAX_SIDE_PX}"
+            problem = f"the image is {width}x{height} pixels, and a side may have at most {MAX_SIDE_PX}"
             raise _refused(where, problem, "cut the image", "image_shape")
         megapixels = width * height / 1e6
         if megapixels > self.max_image_megapixels:
@@ -307,7 +307,7 @@ def _why_unknown(content: bytes) -> tuple[str, str]:
     if content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) >= 24:
         width, height = struct.unpack(">II", content[16:24])
         if not (width and height):
-            return f"the image is {width}x{height} pixels, that is empty", "image_empty"
+            return f"the image is empty ({width}x{height} pixels)", "image_empty"
     known = ", ".join(_FORMATS)
     return f"the content is not an image with pixels in a known format ({known})", "image_unknown_format"
 

@@ -134,7 +134,7 @@ def given_rows(source: InMemory, name: str) -> Rows:
         if any("\ud800" <= character <= "\udfff" for character in column):
             raise DataError(f"{name}: the name of column {column!r:.60} contains an unpaired surrogate; rename it")
     if not len(table):
-        raise DataError(f"{name} holds no rows; give some")
+        raise DataError(f"{name} holds no rows; give at least one")
     return Rows([table])
 
 
@@ -240,7 +240,7 @@ class _Opener:
     def _matching(self, pattern: str) -> list[str]:
         found = sorted(name for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
         if not found:
-            raise DataError(f"{self.setting}: no file is named {pattern}; correct the pattern")
+            raise DataError(f"{self.setting}: no file matches {pattern}; correct the pattern")
         return found
 
     def _fix(self, source: str, path: Path) -> str:
@@ -252,4 +252,4 @@ class _Opener:
 
 def _check_format(name: str, setting: str) -> None:
     if Path(name.partition("?")[0] if is_url(name) else name).suffix not in FORMATS:
-        raise DataError(f"{setting}: {name} is none of {', '.join(FORMATS)}; convert it, or correct its ending")
+        raise DataError(f"{setting}: {name} is not one of {', '.join(FORMATS)}; convert it, or correct its ending")

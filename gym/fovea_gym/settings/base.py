@@ -151,7 +151,7 @@ class OpenUnion:
             return of_ours(value) if section is None else section.model_validate(value, strict=True)
 
         schema = handler.generate_schema(Annotated[chosen, WrapValidator(validated)])
-        # a section of another package is written with all of its settings
+        # serialize as any: a section of another package is written with all of its settings
         return {**schema, "serialization": {"type": "any"}}
 
     def section(self, union: Any, name: str) -> type[Section] | None:

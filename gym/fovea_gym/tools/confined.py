@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 
-TYPE_CHECKING = False  # the module typing takes as long to import as all others together
+TYPE_CHECKING = False  # importing the module typing takes as long as all other imports together
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
@@ -85,7 +85,7 @@ def restrict_files(readable: Sequence[str], listed: Sequence[str], folder: str) 
     """Restrict this process with Landlock: it may read `readable` paths, list `listed` folders, and use the folder."""
     version = _call("syscall", _SYS_CREATE_RULESET, None, 0, 1)
     handled = (1 << 13) - 1
-    for right, since in {13: 2, 14: 3, 15: 5}.items():  # move between folders, truncate, control devices
+    for right, since in {13: 2, 14: 3, 15: 5}.items():  # rights to move between folders, truncate, control devices
         handled |= (version >= since) << right
     rules = _call("syscall", _SYS_CREATE_RULESET, struct.pack("=Q", handled), 8, 0)
 

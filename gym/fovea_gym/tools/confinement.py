@@ -186,7 +186,7 @@ def _filters(way: Way) -> dict[str, bytes]:
         return instructions
 
     ours = _do(_LOAD, 4) + _do(_EQUAL, architecture, 1) + _do(_RETURN, _KILL)
-    start = ours + number + _do(_AT_LEAST, _NEWEST + 1, 0, 1) + unknown  # also the calls of the x32 ABI
+    start = ours + number + _do(_AT_LEAST, _NEWEST + 1, 0, 1) + unknown  # this covers the calls of the x32 ABI, too
     refused = answers(_UNKNOWN, unknown) + answers(_REFUSED + (_TIMES if way == "user" else ""), refuse)
     return {"created": start + answers(_CREATING, ask) + allow, "refused": start + refused + allow}
 

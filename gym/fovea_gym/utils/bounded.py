@@ -75,7 +75,7 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def check_tree(folder: Path, not_below: Collection[str] = ()) -> None:
-    """Raise DataError if the folder contains a link that leads out of it, or anything else than files and folders.
+    """Raise DataError if the folder contains a link that leads out of it, or anything other than files and folders.
 
     Folders named in `not_below` are not entered.
     """

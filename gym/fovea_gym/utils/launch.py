@@ -44,7 +44,7 @@ def module_command(module: str, python: str = sys.executable) -> list[str]:
 def with_this_fovea(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables for a `module_command` that imports the same packages as this process.
 
-    If this process imported them from the working directory, as `python -m fovea` does, it is added to PYTHONPATH.
+    If this process imported them from the working directory, as `python -m fovea` does, PYTHONPATH gets that directory.
     """
     found = (find_spec(name) for name in PACKAGES)
     folders = [Path(spec.origin).parents[1] for spec in found if spec is not None and spec.origin]

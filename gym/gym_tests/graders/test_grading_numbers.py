@@ -35,8 +35,11 @@ class Gives:
         ({"reward": -(10**5000)}, r"is -1\.00000e\+5000, beyond 1e\+06"),
         ({"reward": 1.0, "turns": (10**400,)}, r"is 1\.00000e\+400, beyond"),
         ({"reward": np.float32("nan")}, r"is nan; return a finite number$"),
-        ({"reward": 1.0, "parts": {"caf\udce9": 1.0}}, r"a part 'caf\\udce9' with half a character; rename it$"),
-        ({"reward": 1.0, "image_parts": ({"\ud800": 1.0},)}, r"a part '\\ud800' with half a character"),
+        (
+            {"reward": 1.0, "parts": {"caf\udce9": 1.0}},
+            r"score part 'caf\\udce9' has an unpaired surrogate; rename it$",
+        ),
+        ({"reward": 1.0, "image_parts": ({"\ud800": 1.0},)}, r"score part '\\ud800' has an unpaired surrogate"),
     ],
 )
 def test_a_score_that_no_run_can_keep_is_named(fields: dict[str, Any], message: str) -> None:

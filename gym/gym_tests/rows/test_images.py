@@ -256,7 +256,7 @@ def test_half_a_file_is_an_error(kind: str) -> None:
     ("content", "reason", "problem"),
     [
         (b"", "image_empty", "the file is empty (0 bytes)"),
-        (png_of(0, 5), "image_empty", "the image is 0x5 pixels, that is empty"),
+        (png_of(0, 5), "image_empty", "the image is empty (0x5 pixels)"),
         (b"not an image, a text", "image_unknown_format", "the content is not an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "image_unknown_format", "with pixels in a known format"),
         (png_of(9000, 9000), "image_too_many_pixels", "9000x9000"),
@@ -297,7 +297,7 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
         (lambda: np.zeros((4, 4, 4), np.uint8), r"an array of uint8 with shape \[4, 4, 4\] is not an RGB picture"),
         (lambda: np.zeros((4, 4, 3), np.float32), r"an array of float32"),
         (lambda: np.zeros((4, 4), np.uint8), r"shape \[4, 4\]"),
-        (lambda: np.zeros((0, 4, 3), np.uint8), r"4x0 pixels, that is empty"),
+        (lambda: np.zeros((0, 4, 3), np.uint8), r"the image is empty \(4x0 pixels\)"),
         (lambda: np.zeros((1001, 1000, 3), np.uint8), r"1000x1001 pixels \(1\.0 megapixels\), above"),
     ],
 )
@@ -410,6 +410,6 @@ def test_scans_chunks_pages_and_tiles_of_usual_files_are_no_matter() -> None:
 
 def test_a_picture_one_pixel_wide_is_refused() -> None:
     for size in ((1, 64_000_000), (64_000_000, 1)):
-        with pytest.raises(BadRowError, match=r"and a side has at most 100000") as error:
+        with pytest.raises(BadRowError, match=r"and a side may have at most 100000") as error:
             open_bytes(png_of(*size))
         assert error.value.reason == "image_shape"

@@ -217,7 +217,7 @@ def test_several_files_patterns_and_a_frame_together(tmp_path: Path) -> None:
     access = RowAccess(cache_dir=tmp_path)
     rows = open_rows([str(tmp_path / "part-[ab].jsonl"), pd.DataFrame({"n": ["frame"]})], access=access)
     assert [row["n"] for row in rows] == ["a", "b", "frame"]
-    with pytest.raises(DataError, match=r"no file is named .*none-\*.jsonl; correct the pattern"):
+    with pytest.raises(DataError, match=r"no file matches .*none-\*.jsonl; correct the pattern"):
         open_rows([str(tmp_path / "none-*.jsonl")], access=access)
     rows = opened(f"file://{tmp_path}/part-[ab].jsonl", tmp_path)
     assert [row["n"] for row in rows] == ["a", "b"]
@@ -261,7 +261,7 @@ def test_a_broken_row_breaks_no_other(tmp_path: Path) -> None:
         ("a.csv", "a,b\n", "a.csv holds no rows"),
         ("a.jsonl", "\n\n", "a.jsonl holds no rows"),
         ("a.jsonl", "", "a.jsonl holds no rows"),
-        ("a.txt", "x", "is none of .parquet, .jsonl"),
+        ("a.txt", "x", "is not one of .parquet, .jsonl"),
         ("a.csv", "größe,answer\n1,2\n", r"the header of .*a.csv cannot be read .*; save the file as UTF-8"),
         ("a.jsonl", '[{"a": 1}, {"a": 2}]', r"a\.jsonl is a JSON list; name it a\.json, or write one object a"),
         (

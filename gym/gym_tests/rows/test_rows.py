@@ -69,7 +69,7 @@ def test_images_of_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["file:///etc/passwd", "hf://datasets/a/b.png"])
 def test_a_protocol_that_is_not_read_is_said_of_rows_from_python(path: str) -> None:
     with pytest.raises(
-        BadRowError, match=rf"^row 2, image 1: {path} is of a protocol that is not read; give a path"
+        BadRowError, match=rf"^row 2, image 1: {path} has a protocol that is not supported; give a path"
     ) as error:
         image_refs(path, where="row 2", folder=None)
     assert error.value.reason == "image_outside_folder"
