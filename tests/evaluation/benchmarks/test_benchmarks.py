@@ -192,7 +192,10 @@ def test_parquet_of_the_hub_and_files_of_the_authors_are_the_same_rows(tmp_path:
         (["bench=mmmu", "bench.mmmu=deep.jsonl"], "not a row of mmmu (ValueError: a list that is nested too deeply)"),
         (["bench=mmmu", "bench.mmmu=long.jsonl"], "not a row of mmmu (ValueError: a list of 200001 characters)"),
         (["bench=mmmu", "--split", "dev"], "--split dev: benchmarks have test rows only; leave --split out"),
-        (["bench=mmmu", "majority"], "mmmu has no train rows whose answers to count; compare with gold or constant:TEXT"),
+        (
+            ["bench=mmmu", "majority"],
+            "mmmu has no train rows whose answers to count; compare with gold or constant:TEXT",
+        ),
     ],
 )
 def test_mistakes_are_one_line_with_the_fix(folders: Path, words: list[str], message: str) -> None:
