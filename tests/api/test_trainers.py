@@ -198,7 +198,7 @@ def test_the_command_says_how_a_run_with_a_lambda_goes_on() -> None:
     fovea.GRPO(settings={**SETTINGS, **SHAPES}, run_dir="run", reward=pays(0.5)).train()
     Path("rewards.py").write_text("def half(task, text, images):\n    return 0.5\n")
     command = ["train", "run/config.yaml", "resume=auto", "max_steps=3"]
-    from_python = r"give .* again from Python,.* fovea\.GRPO\(recipe='{}config\.yaml', reward=\.\.\., resume='auto'\)"
+    from_python = r"again from Python[,:].* fovea\.GRPO\(recipe='{}config\.yaml', reward=\.\.\., resume='auto'\)"
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert re.search(from_python.format("RUN/"), done.output)

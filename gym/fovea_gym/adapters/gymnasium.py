@@ -31,7 +31,8 @@ except ImportError as error:
         f"the environment gymnasium needs the package gymnasium; {pip_install('gymnasium')}"
     ) from error
 
-_TAG = re.compile(r"<action>(.*?)(</action>|\Z)", re.DOTALL | re.IGNORECASE)  # unclosed: to the end, in linear time
+# an unclosed tag matches up to the end of the text, so that the search takes linear time
+_TAG = re.compile(r"<action>(.*?)(</action>|\Z)", re.DOTALL | re.IGNORECASE)
 
 
 class Gymnasium(Environment):

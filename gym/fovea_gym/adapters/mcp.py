@@ -157,7 +157,7 @@ class McpConnection:
                 server = await self._server(stack)
                 client = Client(server, message_handler=self._noted, cache=None)
                 ready.set_result(await stack.enter_async_context(client))
-                await asyncio.get_running_loop().create_future()  # until `_end` cancels
+                await asyncio.get_running_loop().create_future()  # waits until `_end` cancels it
         except Exception as error:
             if not ready.done():
                 ready.set_exception(_innermost(error))

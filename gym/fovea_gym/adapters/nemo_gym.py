@@ -108,7 +108,7 @@ class GymSession(Session):
     async def call(self, name: str, arguments: Mapping[str, object]) -> str:
         """Call a tool and return its output as text; the model is also given the text of an HTTP error."""
         made = {"name": name, "arguments": json.dumps(arguments), "output": ""}
-        self._made.append(made)  # before the await: the calls of a turn begin in the order that the model wrote
+        self._made.append(made)  # before any await: calls begin in the order in which the model wrote them
         try:
             # in the JSON form that the server's framework writes
             output = json.dumps(await self._server.post(f"/{name}", arguments), separators=(",", ":"))

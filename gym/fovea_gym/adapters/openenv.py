@@ -46,7 +46,8 @@ MAX_PICTURES = 8
 """Most pictures of one field."""
 RESET_SECONDS = 120
 """Time limit for the observation that a prompt shows; replies have the deadline of `environment.session`."""
-_TAG = re.compile(r"<action>(.*?)(</action>|\Z)", re.DOTALL | re.IGNORECASE)  # unclosed: to the end, in linear time
+# an unclosed tag matches up to the end of the text, so that the search takes linear time
+_TAG = re.compile(r"<action>(.*?)(</action>|\Z)", re.DOTALL | re.IGNORECASE)
 _PICTURE_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 
 

@@ -50,7 +50,7 @@ class Benchmark(Protocol):
         return (row,)
 
     def question(self, row: Row) -> str:
-        """The text of the prompt; `<image>` marks an image's place, and without marks the images come first."""
+        """The text of the prompt; `<image>` marks the place of an image, and without marks the images come first."""
         ...
 
     def images(self, row: Row) -> list[object]:

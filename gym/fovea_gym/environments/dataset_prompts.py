@@ -13,7 +13,7 @@ from fovea_gym.types import ImageRef, Message, Role, Task
 IMAGE_MARK = "<image>"
 _NATIVE_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 """The place of an image as Qwen's chat templates write it; some data sets hold rendered prompts."""
-_MAX_BITS = 1024  # of an integer that float64 can hold; Python refuses to print much larger ones
+_MAX_BITS = 1024  # size of the largest integers in float64; Python refuses to print much larger ones
 Texts: TypeAlias = list[tuple[Role, str]]
 """Roles and texts of messages, before the images are inserted."""
 

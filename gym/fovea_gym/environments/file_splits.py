@@ -195,6 +195,6 @@ class FileSplits:
 
 def _cells(rows: Rows, key: str | None) -> list[str] | None:
     """The cells of a column as texts, `all` for empty cells; None without a column."""
-    # metric names contain them: JSON may hold lone surrogates, which the files of a run cannot
+    # metric names contain them: JSON may hold lone surrogates, which the files of a run cannot hold
     texts = None if key is None else (KIND if cell is None else str(cell) for cell in rows.column(key))
     return None if texts is None else [text.encode(errors="replace").decode() for text in texts]

@@ -68,7 +68,7 @@ class WaitingReplies(Session):
 
 
 class LimitedSessions(Environment):
-    """An environment with sessions whose calls are limited by its settings `session`."""
+    """An environment with sessions whose calls have the limits in its settings `session`."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class LimitedSession(Session):
     async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
         """The messages of the session's reply, checked."""
         session = self._session
-        # a call of a session with state may have taken effect before it failed: repeat only what asks for it
+        # a call of a session with state may have taken effect before it failed: repeat it only on TryAgainError
         again = NoScoreError if isinstance(session, WaitingReplies) else TryAgainError
         messages = await self._limited("reply", lambda: session.reply(turns), (again,))
         if messages is not None:

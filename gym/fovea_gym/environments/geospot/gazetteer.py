@@ -108,7 +108,7 @@ def cities() -> Mapping[str, Sequence[City]]:
 
 @cache
 def country_centre(code: str) -> LatLon | None:
-    """The middle of a country's cities, on the sphere; None where GeoNames knows none."""
+    """The mean position of a country's cities on the sphere; None if GeoNames has no city there."""
     points = [_unit_vector(city.at) for city in cities().get(code, ())]
     if not points:
         return None
@@ -124,7 +124,7 @@ def country_distance_km(one: str, other: str) -> float | None:
 
 @cache
 def regions(country: str) -> Sequence[Region]:
-    """The subdivisions of a country; empty where ISO lists none."""
+    """The subdivisions of a country; empty if ISO lists none."""
     listed = (each for each in pycountry.subdivisions if each.country_code == country)
     return [Region(code=each.code.partition("-")[2], names=_region_names(each.name)) for each in listed]
 

@@ -56,7 +56,7 @@ class Grounding(FileTasks):
         self.graders: tuple[Grader, ...] = (GroundingGrader(self._config, self._rule, pictures),)
 
     def prompt(self, task: Task) -> Sequence[Message]:
-        """The messages of a prompt; BadRowError for a row whose true place is not on its picture."""
+        """The messages of a prompt; BadRowError if a true place of the row is not on its picture."""
         self._check_truth(task)
         past = task.row.get(_HISTORY) if self._config.layout == "gui_r1" else None
         if isinstance(past, str) and past not in ("", "None"):

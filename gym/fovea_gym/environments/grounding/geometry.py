@@ -19,7 +19,7 @@ _RECALLS = np.linspace(0, 1, 101)
 
 
 def iou(boxes_N4: Sequence[Box], others_M4: Sequence[Box]) -> NDArray[np.float64]:
-    """Intersection over union of every pair, `[N, M]`; 0 where both boxes are empty."""
+    """Intersection over union of every pair, `[N, M]`; 0 if both boxes are empty."""
     overlap_NM, union_NM, _ = _areas(boxes_N4, others_M4)
     return np.divide(overlap_NM, union_NM, out=np.zeros_like(union_NM), where=union_NM > 0)
 

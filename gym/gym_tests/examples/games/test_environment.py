@@ -198,7 +198,7 @@ def test_a_description_without_a_move_earns_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"moves": (5, 2)}, "moves=[5, 2] has no number of moves"),
+        ({"moves": (5, 2)}, "moves=[5, 2] is an empty range"),
         ({"moves": (1, 7), "max_turns": 3, "max_actions_per_turn": 2}, "boards of 7 moves"),
         ({"side": 40}, "less than or equal to 12"),
         ({"state_reward": 0.5}, "think=false asks for none"),
