@@ -108,8 +108,8 @@ def checks_of(device: torch.device, config: Config | None) -> Sequence[Check]:
         Check("Liger's kernels", partial(kernels.liger, device, dtype)),
         Check("mixture of experts", partial(kernels.experts, device, dtype)),
         Check("master weights on the host", partial(kernels.host_masters, device, dtype)),
-        Check("engine beside trainer", partial(engine_beside_trainer, device, dtype)),
-        Check("a step beside one on the CPU", partial(step_beside_cpu, device)),
+        Check("engine against trainer", partial(engine_beside_trainer, device, dtype)),
+        Check("a step against the CPU", partial(step_beside_cpu, device)),
         Check("ring of all GPUs", partial(ring, device)),
     ]
     return checks if config is None else [*checks, Check("the recipe", partial(recipe, config, measure))]
