@@ -76,7 +76,7 @@ def test_rows_train(form: str) -> None:
     (file,) = (run.folder / "rows").iterdir()
     assert pq.read_table(file).num_rows == 8
     assert run.summary is not None
-    assert run.summary["test"]["final"]["accuracy"]["n"] == 1, "a tenth of the rows is held out"
+    assert run.summary["test"]["final"].accuracy.n == 1, "a tenth of the rows is held out"
 
 
 def test_equal_rows_in_memory_resume_and_other_rows_are_refused() -> None:
@@ -122,7 +122,7 @@ def test_rows_may_have_a_grader_of_fovea() -> None:
     ).train()
     assert {row["reward/answer"] for row in read_metrics(run.folder)} <= {0.0}
     assert run.summary is not None
-    assert run.summary["test"]["final"]["accuracy"]["n"] == 2, "evaluate.test_size"
+    assert run.summary["test"]["final"].accuracy.n == 2, "evaluate.test_size"
 
 
 RED = {"photo": png("red", 32), "question": "?"}

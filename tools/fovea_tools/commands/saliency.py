@@ -68,7 +68,7 @@ def saliency(
 ) -> None:
     """Show where a picture matters for an answer.
 
-    Hides one patch of the picture at a time, and writes the picture with the patches lit whose loss makes the answer
+    Hides one patch of the picture at a time, and writes the picture with those patches lit without which the answer is
     less likely. The run's folder gets a page of all its maps, saliency/index.html. Examples: fovea saliency runs/shapes
     --rows 0-9; fovea saliency runs/shapes --recorded 50:1:3; fovea saliency runs/boxes --row 7 --patch-px 4 --answer
     '[2,3,5,6]'.

@@ -34,7 +34,7 @@ QuestionType: TypeAlias = Literal["colour", "shape", "presence", "absence"]
 COLOURS = frozenset(("black", "blue", "brown", "gray", "green", "red", "teal", "yellow"))
 SHAPES = frozenset(("circle", "rectangle", "triangle"))
 _DEV_SHARE = 0.1
-"""Share of the training images that the dev split gets, and size of the dev and test splits relative to training."""
+"""Share of training images in the dev split, and number of dev and of test rows relative to training rows."""
 _STREAMS = {"train": 0, "dev": 1, "test": 2, "images": 3}
 _TEXTS = ("problem", "answer", "question_type", "image_id")
 _SCHEMA = pa.schema([("images", pa.list_(IMAGE_TYPE)), *((name, pa.string()) for name in _TEXTS)])
@@ -59,7 +59,7 @@ class EasyVqaPicture:
 
     @property
     def contents(self) -> Contents | None:
-        """Colour and shape, if the answers other than yes and no tell both; else None."""
+        """Colour and shape, if the questions that are not answered by yes or no tell both; else None."""
         words = [word for each in self.questions if _is_open(each) for word in _words(f"{each.text} {each.answer}")]
         colour = next((word for word in words if word in COLOURS), None)
         shape = next((word for word in words if word in SHAPES), None)

@@ -297,5 +297,5 @@ def _region_names() -> dict[str, str]:
 
 
 def is_test(city: MapCity) -> bool:
-    """True if a place belongs to the test file, which its hash decides for every seed alike."""
+    """True if a place belongs to the test file; its hash decides, so that no seed moves it to the other file."""
     return hashlib.blake2b(str(city.id).encode(), digest_size=1).digest()[0] < 256 * _TEST_SHARE

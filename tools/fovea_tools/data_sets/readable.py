@@ -120,7 +120,7 @@ KINDS = {
 
 
 def is_unseen(numbers: tuple[int, ...]) -> bool:
-    """True if only the test file has a problem; its digits, and pairs of them, occur in other problems too."""
+    """True for a problem that is only in the test file; its digits, and pairs of them, are in other problems too."""
     digits = "".join(map(str, numbers))
     return sum(place * int(digit) for place, digit in enumerate(digits, 1)) % 5 == 0
 

@@ -1,4 +1,4 @@
-"""Rendered data sets: writers of files, in which `seed`, split and index determine each row, and cells with scenes."""
+"""Writers of rendered data sets, whose rows depend only on seed, split and index, and cells with scenes."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def model_types() -> tuple[str, ...]:
 
 
 def check_types(types: Sequence[str], say: Say) -> Iterator[TestedType]:
-    """Check each type, after a line to `say`."""
+    """Check each type and yield its row; `say` gets a line before each check."""
     for model_type in types:
         say(f"checking {model_type}")
         with TemporaryDirectory(prefix="fovea-families-") as folder:
@@ -122,7 +122,7 @@ def _path(settings: Model) -> str:
 
 
 def _outcome(check: Callable[[], str | None]) -> str:
-    """Run a check, which returns the reason if it fails, and return the cell."""
+    """Run a check and return its cell; the check returns None, or the reason of its failure."""
     try:
         reason = check()
     except FoveaError as error:
@@ -155,7 +155,7 @@ def _check_of(settings: Model) -> tuple[StartCheck, Any, Any]:
 
 
 def _processor_of(processor: Processor, config: Any, path: str) -> HubProcessor:
-    """transformers' processor of a model, or the family's one, which needs fewer packages, if there is one."""
+    """transformers' processor of the model, or the family's, if it has one that needs fewer packages."""
     if isinstance(processor.image_processor, HubProcessor):
         return processor.image_processor
     return load_hub_processor(processor_class(config, path), path, "main")

@@ -69,7 +69,7 @@ class Kind:
 
 
 def llava(**changes: Any) -> Kind:
-    """A model of a tower, two linear layers and a decoder, as LLaVA."""
+    """A model like LLaVA: a tower, two linear layers and a decoder."""
     shared: dict[str, Any] = {
         "image_processor": "CLIPImageProcessor",
         "image": {"size": {"shortest_edge": SIDE_PX}, "crop_size": SQUARE},
@@ -92,7 +92,7 @@ GLM_VISION = {
 
 
 def glm(**changes: Any) -> Kind:
-    """A model with M-RoPE and a tower for images of any size, as GLM-4.1V."""
+    """A model like GLM-4.1V: a tower for images of any size, and M-RoPE."""
     shared: dict[str, Any] = {
         "image_processor": "Glm4vImageProcessor",
         "image": {"patch_size": PATCH_PX, "size": {"shortest_edge": 32 * 32, "longest_edge": 2 * 128 * 128}},
@@ -114,7 +114,7 @@ def glm(**changes: Any) -> Kind:
 
 
 def idefics(**changes: Any) -> Kind:
-    """A model with a pixel shuffle and a tower for tiles, whose positions are in the prompt, as Idefics 3."""
+    """A model like Idefics 3: a tower for tiles, whose positions are in the prompt, and a pixel shuffle."""
     shared: dict[str, Any] = {
         "image_processor": "Idefics3ImageProcessor",
         "image": {"size": {"longest_edge": 2 * SIDE_PX}, "max_image_size": {"longest_edge": SIDE_PX}},
@@ -133,7 +133,7 @@ def idefics(**changes: Any) -> Kind:
 
 
 def pixtral(**changes: Any) -> Kind:
-    """A model with a tower for images of any size, whose rows are marked in the prompt, as Pixtral."""
+    """A model like Pixtral: a tower for images of any size, whose rows are marked in the prompt."""
     shared: dict[str, Any] = {
         "image_processor": "PixtralImageProcessor",
         "image": {"size": {"longest_edge": 64}, "patch_size": {"height": PATCH_PX, "width": PATCH_PX}},

@@ -95,7 +95,7 @@ def _setting(setting: Counterpart) -> tuple[str, str, str]:
 
 
 def _needless(settings: Iterable[Counterpart]) -> Iterator[str]:
-    """A line for each reason, with the settings whose loss changes nothing."""
+    """A line for each reason, with the settings that can be dropped without effect."""
     keys: dict[str, list[str]] = {}
     for setting in settings:
         if setting.harmless == "any":

@@ -27,7 +27,7 @@ class Counterpart:
     """The keys here: each of them gets its value, or, if there is a rule, may be set by the rule."""
     has_default: bool = False
     default: Any = None
-    """Its value if it is not set; only with `has_default`."""
+    """Its default value, if `has_default`."""
     values: Mapping[Any, Any] | None = None
     """Its values, and our value for each; other values have no counterpart."""
     special: Mapping[Any, Any] | None = None
@@ -41,7 +41,7 @@ class Counterpart:
     none: str = ""
     """Reason why it has no counterpart."""
     harmless: tuple[Any, ...] | Literal["any"] = ()
-    """Values without a counterpart whose loss changes nothing."""
+    """Values that have no counterpart and can be dropped without effect."""
     note: str = ""
     """Description of the difference between the two settings."""
 

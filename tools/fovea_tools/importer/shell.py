@@ -215,4 +215,4 @@ def _value(node: ast.expr) -> int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _SUMS:
         return _SUMS[type(node.op)](_value(node.left), _value(node.right))
-    raise ValueError("no sum")
+    raise ValueError("not arithmetic of integers")

@@ -53,7 +53,7 @@ class LeftOut:
     key: str
     reason: str
     matters: bool
-    """True if its loss changes the run."""
+    """True if the run changes without it."""
 
 
 class Unusable(Exception):
@@ -200,7 +200,7 @@ def by_tokens_or_groups(
 def kl_in_loss(
     source: SourceConfig, switch: str, coef: str, kind: str, estimators: Mapping[str, str]
 ) -> Iterator[RecipeLine]:
-    """Translate a KL term of the loss, which is on if its `coef` is not 0; `switch` is the key that turns it on."""
+    """Translate a KL term of the loss, which is off if its `coef` is 0; `switch` is the key that turns it on."""
     if not source.value(coef):
         yield source.line("algorithm.kl", None, *dict.fromkeys((switch, coef)))
         return

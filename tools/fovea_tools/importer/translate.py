@@ -33,7 +33,7 @@ class Translation:
     lines: tuple[RecipeLine, ...]
     """Settings of the recipe, one for each key."""
     left: tuple[LeftOut, ...]
-    """Settings without a counterpart, whose loss changes the run."""
+    """Settings without a counterpart, without which the run changes."""
     needless: tuple[LeftOut, ...]
     """Settings that need no counterpart."""
     unknown: tuple[Given, ...]
@@ -56,7 +56,10 @@ def translate(
     left = list(dict.fromkeys(each for each in found if isinstance(each, LeftOut)))
     handled = {key for line in lines for key in line.read} | {each.key for each in left}
     silent = [key for key in given if key not in handled and system.find(key) is not None]
-    left += [LeftOut(key=key, reason="without effect next to the other settings", matters=False) for key in silent]
+    left += [
+        LeftOut(key=key, reason="without effect in combination with the other settings", matters=False)
+        for key in silent
+    ]
     unknown = {key: each for key, each in given.items() if system.find(key) is None}
     empty = [key for key, each in unknown.items() if each.value in (None, {}, [])]
     left += [LeftOut(key=key, reason="nothing is set there", matters=False) for key in empty]

@@ -35,7 +35,7 @@ RESUME = {"auto": "auto", "disable": "never"}
 IN_THE_LOSS = {"low_var_kl": "k3", "k3": "k3", "low_var_kl+": "k3+", "k3+": "k3+", "mse": "k2", "k2": "k2"}
 IN_THE_LOSS |= {"mse+": "k2", "k2+": "k2"}
 IN_THE_REWARD = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-"""Fovea's names of Schulman's estimators, by verl's."""
+"""Fovea's name for each of verl's names of Schulman's estimators."""
 
 
 def environment(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
@@ -266,7 +266,7 @@ DIVIDED = {
     "pipeline_parallel_size": "pipeline_model_parallel_size",
     "expert_parallel_size": "expert_model_parallel_size",
 }
-"""verl's names of Megatron's settings, by Fovea's."""
+"""verl's name for each of Fovea's Megatron settings."""
 
 
 def runs_megatron(source: SourceConfig) -> bool:

@@ -41,9 +41,9 @@ class PassStage:
     saved: int
     """Bytes from its forward pass that its backward pass reads."""
     forward: int = 0
-    """Most bytes of temporaries in its forward pass."""
+    """Peak bytes of temporaries in its forward pass."""
     backward: int = 0
-    """Most bytes that its backward pass needs beyond what is saved."""
+    """Peak bytes that its backward pass needs in addition to the saved ones."""
     gradient: int = 0
     """Bytes of the gradients of its weights."""
     pending: int = 0
@@ -83,7 +83,7 @@ class MlpNumbers:
     kept: int
     """Outputs of matrix products, which selective checkpointing keeps."""
     kept_in_saved: int
-    """Part of these bytes that autograd keeps anyway."""
+    """The part of `kept` that autograd saves anyway."""
     forward: int
     """Numbers that exist at the same time in a forward pass without autograd."""
     backward: int
@@ -190,7 +190,7 @@ class ModuleBytes:
     kept: int
     """Bytes of outputs of its linear layers and of attention, which `selective` keeps (`models.recompute`)."""
     kept_in_saved: int
-    """Part of these bytes that autograd keeps anyway."""
+    """The part of `kept` that autograd saves anyway."""
 
 
 def stage_of(how: Recompute, part: str, module: ModuleBytes, *, gradient: int) -> PassStage:

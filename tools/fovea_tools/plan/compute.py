@@ -98,7 +98,7 @@ def _seconds(flops: float, machine: Machine, gpus: int) -> float | None:
 
 
 def decoding_prompts(config: Config, work: Workload, numerics: Numerics, room: ServingRoom | None) -> int | None:
-    """Prompts whose completions run at the same time on one engine; None where servers elsewhere generate."""
+    """Prompts whose completions run at the same time on one engine; None if external servers generate."""
     engine = config.rollout.engine
     if isinstance(engine, EmbeddedSettings):
         return running_prompts(config, work, numerics)

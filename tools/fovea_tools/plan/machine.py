@@ -32,7 +32,7 @@ class Gpu:
     peak_tflops: float | None = None
     """Dense bfloat16 rate; None if unknown."""
     memory_gb_per_second: float | None = None
-    """Bandwidth of its memory, in 10^9 bytes."""
+    """Bandwidth of its memory, in 10^9 bytes per second."""
     link_gb_per_second: float | None = None
     """Bandwidth to another GPU of the machine, one direction."""
 
@@ -52,7 +52,7 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory of a GPU that a plan may fill."""
+        """Bytes of a GPU's memory that a plan may fill."""
         return int(self.gpu.memory_gib * GIB * (1 - HEADROOM_FRAC))
 
     @property

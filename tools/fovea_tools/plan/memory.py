@@ -112,7 +112,7 @@ def row_stages(
 
 
 SizedTo: TypeAlias = str
-"""Words for what decides the size of a key-value cache."""
+"""Description of what decides the size of a key-value cache."""
 LEFT_BY_UPDATE = "all memory that the update leaves free, so it can stay allocated"
 FREE_IN_ROLLOUT = f"{POOL_FRAC:.0%} of the memory that is free in the rollout"
 BUCKET, WHOLE = "weights on their way", "weights made whole"

@@ -49,7 +49,7 @@ def _parts(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[RenderableType]:
 
 
 def _device(plan: RunPlan) -> str:
-    """The word for the place of a process: its GPU, or the process itself on a CPU."""
+    """The word for the device that holds a process: GPU, or process on a CPU."""
     return "GPU" if plan.machine.gpu.is_cuda else "process"
 
 

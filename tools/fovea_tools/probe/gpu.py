@@ -31,7 +31,7 @@ from fovea_tools.probe import kernels
 from fovea_tools.probe.rates import Check, CheckFailed, Rates, best_seconds, error_text, measure_rates, ring, run_checks
 
 PROMPTS = 64
-"""Number of prompts with two completions each: enough for rows to finish at different times and for several graphs."""
+"""Number of prompts with two completions each: enough for several graphs and for rows to end at different times."""
 QUIET = (
     *("warmup=null", "resume=never", "profile=false", "log.progress=false", "log.tensorboard=false"),
     *("environment.train_size=256", "environment.dev_size=8", "environment.test_size=8", "evaluate.dev_size=8"),
@@ -39,7 +39,7 @@ QUIET = (
 )
 COMPARED = ("grad_norm", "entropy", "reward")
 LARGEST_DIFFERENCE = 1e-3
-"""Largest difference of a metric from the CPU's, relative, in float32: kernels sum in another order."""
+"""Largest relative difference of a metric from the CPU's in float32, since kernels sum in another order."""
 
 
 def engine_beside_trainer(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
@@ -108,8 +108,8 @@ def checks_of(device: torch.device, config: Config | None) -> Sequence[Check]:
         Check("Liger's kernels", partial(kernels.liger, device, dtype)),
         Check("mixture of experts", partial(kernels.experts, device, dtype)),
         Check("master weights on the host", partial(kernels.host_masters, device, dtype)),
-        Check("engine beside trainer", partial(engine_beside_trainer, device, dtype)),
-        Check("a step beside one on the CPU", partial(step_beside_cpu, device)),
+        Check("engine against trainer", partial(engine_beside_trainer, device, dtype)),
+        Check("a step against the CPU", partial(step_beside_cpu, device)),
         Check("ring of all GPUs", partial(ring, device)),
     ]
     return checks if config is None else [*checks, Check("the recipe", partial(recipe, config, measure))]

@@ -106,7 +106,7 @@ def read_rate(num_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.fl
 
 
 def attention_rate(device: str, dtype: torch.dtype) -> float:
-    """Rate of fused attention without a mask; on a GPU the case takes far longer than its launch."""
+    """Rate of fused attention without a mask; on a GPU the tensors are so large that the launch does not count."""
     heads, tokens, width = (16, 8192, 128) if device == "cuda" else (8, 1024, 64)
     query, key, value = (torch.randn(1, heads, tokens, width, device=device).to(dtype) for _ in range(3))
     seconds = best_seconds(lambda: F.scaled_dot_product_attention(query, key, value), device)
@@ -132,7 +132,7 @@ def best_kernel_seconds(call: Callable[[], object], device: str, calls: int = 20
 
 
 def seconds_of(call: Callable[[], object], device: str) -> float:
-    """Seconds of a call, until the device is done with it."""
+    """Seconds of a call, including the wait for the device."""
     synchronize(device)
     started = perf_counter()
     call()

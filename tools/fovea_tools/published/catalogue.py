@@ -22,7 +22,7 @@ class Figure:
     before: float | None
     after: float | None
     rows: str
-    """The rows that it was measured on, and how they were answered."""
+    """The rows that the figure was measured on, and how they were answered."""
     same_rows: bool
     """True if the recipe's test rows are the same rows."""
     where: str

@@ -86,7 +86,7 @@ class Wanted:
 
 
 def row_numbers(text: str) -> list[int]:
-    """The rows that a text such as 3, 0-9 or 3,5,8 names; ConfigError for other text, and for over MAX_MAPS rows."""
+    """The rows that a text such as 3, 0-9 or 3,5,8 names; ConfigError for other text or over MAX_MAPS rows."""
     rows: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"([0-9]{1,15})(?:-([0-9]{1,15}))?", part.strip())
@@ -227,7 +227,7 @@ class Answer:
 
 
 class Occluder:
-    """A model and the rows of a split, which makes maps of answers."""
+    """Makes maps of answers, with a model and the rows of a split."""
 
     def __init__(self, weights: str, model: OpenedModel, eval_set: EvalSet, source: PromptSource, split: Split) -> None:
         self._weights, self._split = weights, split

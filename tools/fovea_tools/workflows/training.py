@@ -57,7 +57,7 @@ class EvaluationOutputs:
     """Metrics of the baseline; None if the inputs name none."""
 
     def to_json(self) -> dict[str, Any]:
-        """The outputs by name as JSON has them."""
+        """The outputs by name, as JSON values."""
         values: dict[str, Any] = finite_json(asdict(self))
         return values
 
@@ -135,7 +135,7 @@ class TrainingOutputs:
     """The run folder, with samples and report (docs/runs.md)."""
 
     def to_json(self) -> dict[str, Any]:
-        """The outputs by name as JSON has them."""
+        """The outputs by name, as JSON values."""
         values: dict[str, Any] = finite_json(asdict(self))
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
