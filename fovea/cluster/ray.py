@@ -109,10 +109,10 @@ class RayWorker:
         """Serve the calls that `deliver` receives; yields the answers, with heartbeats between them."""
         assert self._worker is not None, "calls to a worker that was not opened"
         assert self._calls is not None
-        loop, weights_to_sync = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
+        loop, outgoing = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
 
         def put(message: bytes | None) -> None:
-            loop.call_soon_threadsafe(weights_to_sync.put_nowait, message)
+            loop.call_soon_threadsafe(outgoing.put_nowait, message)
 
         async def send(message: bytes) -> None:
             put(message)
@@ -121,7 +121,7 @@ class RayWorker:
         serving = asyncio.run_coroutine_threadsafe(calls, self._calls)
         serving.add_done_callback(lambda _: put(None))
         with beating(put, heartbeat_timeout_seconds):
-            while (message := await weights_to_sync.get()) is not None:
+            while (message := await outgoing.get()) is not None:
                 yield message
         serving.result()
 

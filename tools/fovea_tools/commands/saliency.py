@@ -29,15 +29,11 @@ def saliency(
     ],
     rows: Annotated[
         str,
-        typer.Option(
-            "--row", "--rows", metavar="ROWS", help="Rows of the split, counted from 0, such as 3, 0-9 or 3,5,8."
-        ),
+        typer.Option("--row", "--rows", metavar="ROWS", help="Rows of the split from 0 on, such as 3, 0-9 or 3,5,8."),
     ] = "0",
     recipe: Annotated[
         str | None,
-        typer.Option(
-            metavar="RECIPE", autocompletion=complete_recipe, help="Recipe that names the rows; default: the run's."
-        ),
+        typer.Option(metavar="RECIPE", autocompletion=complete_recipe, help="Recipe of the rows; default: the run's."),
     ] = None,
     split: Annotated[Literal["test", "dev", "train"], typer.Option(help="Split of the rows.")] = "test",
     image: Annotated[int, typer.Option(min=1, help="Number of the picture in the prompt.")] = 1,
