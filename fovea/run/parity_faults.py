@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fovea.data.bad_rows import with_skip
 from fovea.data.prompt_source import PromptedTask, PromptSource
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
 from fovea_gym.environments.base import Environment
@@ -44,15 +45,15 @@ def usable_prompts(
     is none.
     """
     prompts = list[tuple[PromptKind, PromptedTask]]()
-    rows, tried, end, last_error = 0, 0, clock() + max_seconds, ""
+    rows, tried, end, last_error = 0, 0, clock() + max_seconds, None
     while rows < num_rows and tried < min(len(source), MAX_ROWS_TRIED) and (tried == 0 or clock() < end):
         try:
             task = source.tasks[tried]
             whole, bare = source.render(task), source.render(task, without_images(environment.prompt(task)))
         except DataError as error:
             # not reported as a bad row here: the run does that when its data order reaches the row
-            last_error = str(error)
-            say(f"parity gate: found {rows} of {num_rows} usable rows among {tried + 1} tried; {last_error}")
+            last_error = with_skip(error)
+            say(f"parity gate: found {rows} of {num_rows} usable rows among {tried + 1} tried; {error}")
         else:
             # later turns may have images too
             prompts += [("with images", whole)] if whole.prompt.images or environment.max_turns > 1 else []

@@ -140,7 +140,7 @@ def test_rows_of_one_id_are_refused() -> None:
 
 def test_an_object_that_is_no_target_and_several_recipes_are_told() -> None:
     trainer = fovea.GRPO(recipe="shapes")
-    told = r"fovea\.{0} is given an object of type GRPO; give the run that train\(\) returned, .* call {0}\(\)"
+    told = r"fovea\.{0} is given an object of type GRPO; give the run that train\(\) returned, .* call its own {0}\(\)"
     with pytest.raises(fovea.FoveaError, match=told.format("evaluate")):
         fovea.evaluate(trainer)  # type: ignore[arg-type]
     with pytest.raises(fovea.FoveaError, match=told.format("export")):

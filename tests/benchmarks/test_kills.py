@@ -26,8 +26,8 @@ def test_moments_are_seeded_and_come_in_the_order_of_their_steps() -> None:
     ("metrics", "found"),
     [
         ({"loss": 0.5, "reward": float("nan"), "seconds/step": 9.0}, []),
-        ({"loss": 0.50001, "reward": float("nan")}, ["step 1: loss: 0.5, and 0.50001"]),
-        ({"loss": 0.5}, ["step 1: reward: nan, and None"]),
+        ({"loss": 0.50001, "reward": float("nan")}, ["step 1: loss: 0.5 and 0.50001"]),
+        ({"loss": 0.5}, ["step 1: reward: nan and None"]),
     ],
 )
 def test_differences_are_named(metrics: dict[str, float], found: list[str], tmp_path: Path) -> None:

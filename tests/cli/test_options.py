@@ -250,7 +250,7 @@ def test_a_dry_run_passes_where_the_run_would(here: Path) -> None:
         (
             [GOOD] * 5 + [GOOD | {"answer": "a<|im_end|>b"}],
             ["warmup={}", "environment.dev_files=[test.jsonl]"],
-            "a demonstration of train/5: it contains <|im_end|>, which completions never hold",
+            "a demonstration of train/5: it contains <|im_end|>, which is never sampled",
         ),
         ([GOOD] * 5, ["model.lora={targets: [nothing]}"], "model.lora.targets: nothing with exclude=[]"),
     ],

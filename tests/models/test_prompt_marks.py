@@ -85,9 +85,7 @@ def test_a_special_token_split_over_two_tools_is_refused() -> None:
 )
 @table("family", ["qwen2_5_vl", "qwen3_5"])
 def test_a_row_is_refused_whose_parts_make_a_special_token(family: str, parts: Sequence[str | ImageRef]) -> None:
-    with pytest.raises(
-        BadRowError, match=r"row 7: its text contains <\|\w+\|>, .*; remove that from the row$"
-    ) as error:
+    with pytest.raises(BadRowError, match=r"row 7: its text contains <\|\w+\|>, .*; remove it from the row$") as error:
         Renderer(tiny(family).processor, from_array).prompt(user(*parts), where="row 7")
     assert error.value.reason == "prompt_special_token"
 

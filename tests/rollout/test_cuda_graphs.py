@@ -12,8 +12,8 @@ from torch import Tensor
 from fovea.rollout.embedded.decode_step import (
     CudaCapture,
     DecodeGraphs,
-    EngineOutput,
     GraphInputs,
+    SampledTokens,
     captured_rows,
     rerun,
 )
@@ -56,7 +56,7 @@ def test_padding_costs_little() -> None:
 def test_all_sizes_are_captured_at_the_first_step_largest_first() -> None:
     captured: list[int] = []
 
-    def capture(function: Callable[[], EngineOutput]) -> Callable[[], EngineOutput]:
+    def capture(function: Callable[[], SampledTokens]) -> Callable[[], SampledTokens]:
         captured.append(len(function()[0]))
         return function
 
@@ -79,7 +79,7 @@ def test_all_sizes_are_captured_at_the_first_step_largest_first() -> None:
 def test_rows_behind_the_live_ones_point_at_the_scratch_page() -> None:
     seen: list[GraphInputs] = []
 
-    def run(x: GraphInputs, _: SamplingNeeds) -> EngineOutput:
+    def run(x: GraphInputs, _: SamplingNeeds) -> SampledTokens:
         seen.append(x)
         return x.token_B, x.uniform_B
 
@@ -100,7 +100,7 @@ def test_graphs_of_one_pool_replay_in_any_order(sampling: Sampling) -> None:
     weight = torch.randn(64, 6_400, device="cuda")
     needs, banned_K = needs_of([sampling]), torch.tensor([3, 5], device="cuda")
 
-    def run(x: GraphInputs, needs: SamplingNeeds) -> EngineOutput:
+    def run(x: GraphInputs, needs: SamplingNeeds) -> SampledTokens:
         logits_BW = (x.token_B[:, None].float() * weight[:1, :64]).sin() @ weight
         return sample_tokens(
             logits_BW, Draw(uniform_B=x.uniform_B, settings=x.settings, needs=needs, banned_K=banned_K)

@@ -15,7 +15,7 @@ from fovea.errors import EngineError
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded import memory, tuning
-from fovea.rollout.embedded.decode_step import EngineOutput
+from fovea.rollout.embedded.decode_step import SampledTokens
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.memory import default_bytes
 from fovea.rollout.embedded.paged_cache import PagedCache
@@ -64,7 +64,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
             fake.pools += map(weakref.ref, cache.pools)
         return cache
 
-    def capture(function: Callable[[], EngineOutput]) -> Callable[[], EngineOutput]:
+    def capture(function: Callable[[], SampledTokens]) -> Callable[[], SampledTokens]:
         fake.captures += 1
         return function
 

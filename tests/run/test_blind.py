@@ -177,7 +177,7 @@ def test_an_engine_that_reports_another_prompt_stops_the_run_at_its_first_reques
     change: Callable[[int], Change], cause: str, tmp_path: Path
 ) -> None:
     run = run_of(tmp_path, **SETTINGS)
-    with pytest.raises(EngineError, match=rf"the engine has read a prompt of \d+ tokens, .*{cause}"):
+    with pytest.raises(EngineError, match=rf"the engine's prompt has \d+ tokens, .*{cause}"):
         loop.train(replace(run, engine=Reporting(run.engine, change(run.image_token_id))))
     assert not read_metrics(tmp_path)
 

@@ -21,7 +21,7 @@ from fovea_gym.types import Score
 from tests.policies import gradients_and_metrics
 from tests.reference import largest_relative_difference
 from tests.rollout.drawing import make_engine
-from tests.rollout.two_turns import drawn
+from tests.rollout.two_turns import sampled
 from tests.tiny_models import tiny
 from tests.train.ppo_policies import ppo_policy
 from tests.wiring.small import run_of
@@ -51,7 +51,7 @@ def test_no_split_changes_the_gradient_of_three_turns() -> None:
     results = []
     for max_tokens in (10_000, 200):
         parts = tiny("qwen3_vl")
-        groups = rewarded(drawn(parts, make_engine(parts)))
+        groups = rewarded(sampled(parts, make_engine(parts)))
         policy = ppo_policy(parts, max_tokens_per_microbatch=max_tokens, algorithm=PPO)
         batch = batch_of(policy, groups)
         assert all(len(sample.turn_rewards) == 3 for sample in batch.samples)

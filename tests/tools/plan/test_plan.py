@@ -326,10 +326,10 @@ def test_the_command_says_what_the_cache_was_sized_to(
 @table(
     ("model", "message"),
     [
-        ("{folder}", "config.json, the only file of a model that a plan reads"),
+        ("{folder}", "config.json; add this file, the only one that `fovea plan` reads"),
         # without a question to the hub, which knows no such name
         ("{folder}/Qwen3-Vl", "no such folder; did you mean {folder}/Qwen3-VL?"),
-        ("nobody/has-this-model", "give a folder that holds this file, the only one of a model that a plan reads"),
+        ("nobody/has-this-model", "set model.path to a folder with this file, the only one that `fovea plan` reads"),
     ],
 )
 def test_a_model_without_a_config_is_one_line(model: str, message: str, tmp_path: Path) -> None:
