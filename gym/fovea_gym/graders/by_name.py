@@ -101,5 +101,5 @@ def _geospot(geospot: ModuleType, prediction: str, row: Row, where: str) -> Grad
 def _truth(row: Row, where: str) -> object:
     truth = row.get("truth")
     if truth is None or truth == []:
-        raise bad_row(where, "truth is missing, so nothing can be right", "answer_missing")
+        raise bad_row(where, "truth is missing, so no answer can be right", "answer_missing")
     return truth

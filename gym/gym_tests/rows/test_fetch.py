@@ -370,7 +370,7 @@ def test_only_the_protocols_of_the_docs_are_opened(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda url: pytest.fail(f"{url} was opened"))
     for url in (*(f"{name}://127.0.0.1/r.jsonl" for name in OTHER_PROTOCOLS), "data:,a/r.jsonl"):
         for name in (url, url.replace("r.jsonl", "*.jsonl")):
-            with pytest.raises(DataError, match=r"of a protocol that is not read; give a path, or a URL at http"):
+            with pytest.raises(DataError, match=r"has a protocol that is not supported; give a path, or a URL at http"):
                 opened(name, tmp_path)
     for url in (*chains, *templates):
         with pytest.raises(DataError, match=r"is a chain or a template of URLs"):

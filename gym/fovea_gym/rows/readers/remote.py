@@ -216,7 +216,7 @@ def _filesystem(url: str, setting: str) -> tuple[Any, str]:
 
 
 def _check_protocol(url: str, setting: str) -> None:
-    """DataError for a chained or templated URL, or one of a protocol that is not read."""
+    """DataError for a chained or templated URL, or one with a protocol that is not supported."""
     if is_web(url):
         return
     if _CHAIN_OR_TEMPLATE.search(url):
@@ -226,7 +226,7 @@ def _check_protocol(url: str, setting: str) -> None:
         )
     if url.partition("://")[0] not in _EXTRAS:
         raise DataError(
-            f"{setting}: {url} is of a protocol that is not read; give a path, or a URL at http(s)://, s3://, gs:// or "
+            f"{setting}: {url} has a protocol that is not supported; give a path, or a URL at http(s)://, s3://, gs:// or "
             "hf://, or download the file"
         )
 
