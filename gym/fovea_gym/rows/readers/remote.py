@@ -226,8 +226,8 @@ def _check_protocol(url: str, setting: str) -> None:
         )
     if url.partition("://")[0] not in _EXTRAS:
         raise DataError(
-            f"{setting}: {url} has a protocol that is not supported; give a path, or a URL at http(s)://, s3://, gs:// or "
-            "hf://, or download the file"
+            f"{setting}: {url} has a protocol that is not supported; give a path, or a URL at http(s)://, s3://, gs:// "
+            "or hf://, or download the file"
         )
 
 
