@@ -38,8 +38,10 @@ def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def check_answers(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "answers" / "test-final.jsonl").read_text().splitlines()]
-    assert {row["answer"] for row in rows if row["reward"] == 1} <= {"red", "green", "blue"}
-    assert all(row["answer"].strip() == row["truth"] for row in rows if row["reward"] == 1)
+    answers = [(row["truth"], row["answers"][0]) for row in rows]
+    right = [(truth, answer["turns"][-1]["text"]) for truth, answer in answers if answer["reward"] == 1]
+    assert {text for _, text in right} <= {"red", "green", "blue"}
+    assert all(text.strip() == truth for truth, text in right)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["blank_images"] < 0.5 < summary["accuracy"]["final"], "the answers do not depend on the picture"
 
