@@ -50,7 +50,7 @@ class Trainer:
 
     _name: ClassVar[str]
     _choice: ClassVar[Sequence[Tree]] = ()
-    """Overrides that choose the algorithm; those of the user win over them."""
+    """Overrides that choose the algorithm; the user's overrides take precedence."""
 
     def __init__(  # noqa: PLR0913 (each is a part of a run that has a separate name)
         self,

@@ -78,7 +78,7 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
 
 
 def after_training(run: Path, *, trust: bool) -> str:
-    """Commands for a finished run, one per line; with `trust`, those that open its model get --trust."""
+    """Commands for a finished run, one per line; with `trust`, commands that open its model get --trust."""
     fovea, folder = typed_command(), shlex.quote(str(run))
     option = " --trust" if trust else ""
     exported = shlex.quote(str(Path("exported", run.name)))

@@ -329,7 +329,7 @@ def _reserve(cluster: Cluster, resource: str, wait_seconds: float, fix: str) -> 
 
 
 def _missing(cluster: Cluster, resource: str) -> str:
-    """Message with the GPUs (on CPUs: cores) that the run needs and those that the cluster has."""
+    """Message with the number of GPUs (on CPUs: cores) that the run needs and that the cluster has."""
     nodes = [f"{number:g}" for number in _of_nodes(resource)]
     free = ray.available_resources().get(resource, 0)
     return (

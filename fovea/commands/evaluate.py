@@ -97,7 +97,7 @@ def evaluate_targets(
     given: GivenCode | None = None,
     rows: InMemory | None = None,
 ) -> list[TargetMetrics]:
-    """Evaluate all targets, print tables and write files; `rows` replace those of the test split."""
+    """Evaluate all targets, print tables and write files; `rows` replace the rows of the test split."""
     targets = parse_targets(words, options.api_key_env)
     say = partial(print_progress, Console(quiet=options.quiet))
     with ExitStack() as stack:
@@ -175,7 +175,7 @@ class EvalSet:
     size: int
     open_image: ImageOpener
     tools: Sequence[Tool] = ()
-    """Tools that the model may call in addition to those of the environment."""
+    """Tools that the model may call in addition to the environment's tools."""
 
     @staticmethod
     def of(config: Config, split: Split, given: GivenCode | None = None) -> EvalSet:
