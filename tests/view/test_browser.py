@@ -156,7 +156,7 @@ def test_a_group_is_reached_by_keys(browser: Browser, tmp_path: Path) -> None:
         browser.wait_for("document.querySelector('.token.below')")
         assert browser.evaluate("document.querySelector('.token.below').style.getPropertyValue('--heat')") == "100%"
         browser.point_at(".token.below")
-        browser.wait_for("document.querySelector('.readout').textContent.includes('gap \\u22121')")
+        browser.wait_for("document.querySelector('.readout').textContent.includes('mismatch \\u22121')")
         browser.press("?")
         browser.wait_for("document.querySelector('dialog').open")
         assert browser.problems == []
@@ -311,9 +311,9 @@ def test_one_scale_of_colours_for_runs_side_by_side(browser: Browser, tmp_path: 
     write_samples(other, 4, [group(image.stem, 0, "\\boxed{3}", trainer_logprob=-0.75)])
     with served(one, other) as address:
         tokens = "[...document.querySelectorAll('.token.below')]"
-        open_page(browser, f"{address}#samples?step=4&group=0&heat=gap", f"{tokens}.length === 2")
+        open_page(browser, f"{address}#samples?step=4&group=0&heat=mismatch", f"{tokens}.length === 2")
         heats = browser.evaluate(f"{tokens}.map((token) => token.style.getPropertyValue('--heat'))")
-        assert heats == ["100%", "50%"], "gaps of 1 and of 0.5"
+        assert heats == ["100%", "50%"], "mismatches of 1 and of 0.5"
 
 
 def test_a_log_prob_that_is_not_finite_has_no_colour(browser: Browser, tmp_path: Path) -> None:
@@ -321,11 +321,11 @@ def test_a_log_prob_that_is_not_finite_has_no_colour(browser: Browser, tmp_path:
     (image,) = (folder / "samples" / "images").iterdir()
     write_samples(folder, 1, [group(image.stem, 0, "three", trainer_logprob=-math.inf)])
     with served(folder) as address:
-        open_page(browser, f"{address}#samples?step=1&group=0&heat=gap", "document.querySelector('.token')")
+        open_page(browser, f"{address}#samples?step=1&group=0&heat=mismatch", "document.querySelector('.token')")
         heats = "[...document.querySelectorAll('.token')].map((token) => token.style.getPropertyValue('--heat'))"
         assert browser.evaluate(heats) == ["", ""]
         browser.evaluate("document.querySelector('.token:last-child').click()")
-        browser.wait_for("document.querySelector('.readout').textContent.includes('\\u2013 trainer · gap \\u2013 ·')")
+        browser.wait_for("document.querySelector('.readout').textContent.includes('\\u2013 trainer · mismatch \\u2013 ·')")
         assert browser.problems == []
 
 
@@ -467,7 +467,7 @@ def test_a_run_that_was_trained_and_exported(browser: Browser, tmp_path: Path) -
     page = export([ViewedRun(tmp_path / "run")], tmp_path / "out.html")
     open_page(browser, f"{page.as_uri()}#curves", "document.querySelectorAll('.plot polyline').length > 5")
     assert "step 2 of 2, finished" in text_of(browser, ".runs")
-    open_page(browser, f"{page.as_uri()}#samples?step=2&group=0&heat=gap", "document.querySelector('.token')")
+    open_page(browser, f"{page.as_uri()}#samples?step=2&group=0&heat=mismatch", "document.querySelector('.token')")
     browser.wait_for("document.querySelector('.images img').naturalWidth")
     assert browser.evaluate("document.querySelectorAll('.answer').length") == 4
     gaps = browser.evaluate("[...document.querySelectorAll('.token')].map((token) => token.dataset.place).length")
