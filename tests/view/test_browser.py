@@ -205,7 +205,7 @@ def test_an_older_answer_is_not_drawn_over_a_newer_one(browser: Browser, tmp_pat
         browser.wait_for(f"{LINE} && {points} === 7")
         browser.evaluate(f"""(() => {{
             self.drawn = [];
-            const note = new MutationObserver(() => drawn.sync({points}));
+            const note = new MutationObserver(() => drawn.push({points}));
             note.observe(document.querySelector('.plot'), {{ childList: true }});
         }})()""")
         browser.evaluate("held()")

@@ -269,7 +269,7 @@ def test_settings_that_differ_come_first_and_the_console_grows(browser: Browser,
         progress.print("the last line")
         browser.wait_for("document.querySelector('pre.console').textContent.endsWith('the last line\\n')")
         assert browser.evaluate("[...document.querySelectorAll('pre.console')][1].textContent").startswith(
-            "This run has"
+            "This run did not"
         )
         assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert browser.problems == []
