@@ -325,7 +325,8 @@ def test_a_log_prob_that_is_not_finite_has_no_colour(browser: Browser, tmp_path:
         heats = "[...document.querySelectorAll('.token')].map((token) => token.style.getPropertyValue('--heat'))"
         assert browser.evaluate(heats) == ["", ""]
         browser.evaluate("document.querySelector('.token:last-child').click()")
-        browser.wait_for("document.querySelector('.readout').textContent.includes('\\u2013 trainer · mismatch \\u2013 ·')")
+        readout = "document.querySelector('.readout').textContent"
+        browser.wait_for(f"{readout}.includes('\\u2013 trainer · mismatch \\u2013 ·')")
         assert browser.problems == []
 
 
