@@ -73,7 +73,7 @@ COVERS: dict[str, tuple[str, ...]] = {
         *("tests/warm*.py", "tests/cluster/torchrun_runs.py", "tests/policies.py"),
     ),
     "kill": (
-        *(*SHARED, "fovea/loop.py", "fovea/loop_async.py", "fovea/run", "fovea/rollout/*.py", "fovea/cli/main.py"),
+        *(*SHARED, "fovea/loop.py", "fovea/run", "fovea/rollout/*.py", "fovea/cli/main.py"),
         *(
             "fovea/wiring/backends.py",
             "fovea/wiring/workers.py",

@@ -1,4 +1,4 @@
-"""The training loop and one training step (docs/step.md explains it)."""
+"""The two training loops, in turn and ahead, and one training step (docs/step.md explains it)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fovea.advantages import with_advantages
 from fovea.report.summary import Summary
+from fovea.run.ahead import drawing_ahead
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin, closing, end_early, finish, record, save_last, stopping
 from fovea.run.parity import check_rollout, check_sync
@@ -14,10 +15,9 @@ from fovea.run.rollout_step import StepRollout, sample_step
 from fovea.run.signals import Stop
 from fovea.run.state import TrainState
 from fovea.run.unscored import record_unscored
-from fovea.samples import episode_metrics, make_batch
+from fovea.samples import episode_metrics, make_batch, staleness
 from fovea.train.base import Needs
 from fovea.types import Group, Metrics
-from fovea_gym.errors import ConfigError
 from fovea_gym.utils.event_loop import wait_for
 
 
@@ -26,13 +26,14 @@ def train(run: Run) -> Summary:
 
     This works in scripts and in notebook cells. Signals are handled only if it is called in the main thread.
     """
+    steps = steps_ahead if run.config.rollout.max_staleness_steps else steps_in_turn
     with stopping(run) as stop:
-        return wait_for(_train(run, stop))
+        return wait_for(steps(run, stop))
 
 
-async def _train(run: Run, stop: Stop) -> Summary:
+async def steps_in_turn(run: Run, stop: Stop) -> Summary:
+    """Sample each step with the weights of the step before, while the policy waits."""
     async with closing(run):
-        _refuse_overlap(run.config.rollout.max_staleness_steps)
         state = await begin(run)
         with stop.after_step():
             while state.step < run.config.max_steps and run.stream.has_more:
@@ -42,6 +43,31 @@ async def _train(run: Run, stop: Stop) -> Summary:
                 if stop.reason:
                     await end_early(run, state, stop)
             # within `after_step`, so that a signal waits for the save, as it waits for a step
+            await save_last(run, state)
+        return await finish(run, state)
+
+
+async def steps_ahead(run: Run, stop: Stop) -> Summary:
+    """Sample the next steps while the policy trains, by weights up to `rollout.max_staleness_steps` steps older.
+
+    The loss corrects for this with the ratio to the log-probs under which completions were sampled (decision 020).
+    Policy and engines must run in separate processes.
+    """
+    async with closing(run):
+        state = await begin(run)
+        with stop.after_step():
+            async with drawing_ahead(run, state.step) as ahead:
+                while state.step < run.config.max_steps and ahead.has_more(state.step):
+                    with run.profile(state.step), run.phases("step"):
+                        rollout = await ahead.take(state.step)
+                        metrics = await learn(run, state, rollout)
+                        metrics |= await ahead.trained(state.step + 1)
+                        metrics |= staleness(rollout.groups, state.step)
+                    state = await record(run, state, rollout.groups, metrics)
+                    if stop.reason:
+                        await ahead.put_back()
+                        await end_early(run, state, stop)
+            # within `after_step`, as above
             await save_last(run, state)
         return await finish(run, state)
 
@@ -76,11 +102,3 @@ async def learn(run: Run, state: TrainState, rollout: StepRollout) -> Metrics:
         update = await run.policy.update(batch)
     await check_rollout(run, state.step, batch, update)
     return episode_metrics(rollout.groups) | rollout.metrics | counts | advantages | update
-
-
-def _refuse_overlap(max_staleness_steps: int) -> None:
-    if max_staleness_steps:
-        raise ConfigError(
-            f"rollout.max_staleness_steps={max_staleness_steps} samples during updates, but fovea.loop.train samples "
-            "between updates; call fovea.loop_async.train, or set rollout.max_staleness_steps=0"
-        )

@@ -14,7 +14,12 @@ import torch
 from typer.testing import CliRunner, Result
 
 from fovea.cli.main import app
+from fovea.loop import steps_ahead
 from fovea.metrics.log import read_metrics
+from fovea.report.summary import Summary
+from fovea.run.context import Run
+from fovea.run.lifecycle import stopping
+from fovea_gym.utils.event_loop import wait_for
 from tests.saved import saved_bytes
 from tests.warm import WarmProcess, run_warm
 
@@ -70,6 +75,12 @@ def train_shapes(run_dir: Path, *settings: str) -> Result:
 def train_here(recipe: str, run_dir: Path, *settings: str) -> list[dict[str, float]]:
     fovea_here("train", f"recipes/{recipe}.yaml", f"run_dir={run_dir}", *settings)
     return read_metrics(run_dir)
+
+
+def train_ahead(run: Run) -> Summary:
+    """The loop that samples ahead, also with a bound of 0, for which `train` takes the other one."""
+    with stopping(run) as stop:
+        return wait_for(steps_ahead(run, stop))
 
 
 def untimed(run_dir: Path) -> list[dict[str, float]]:

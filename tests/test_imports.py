@@ -43,7 +43,7 @@ FLOORS = {
         {"cluster", "report"},
         {"run"},
         {"loop", "view", "wiring"},
-        {"commands", "loop_async"},
+        {"commands"},
         {"api"},
         {"cli"},
         {"__main__"},

@@ -16,18 +16,17 @@ from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
 from fovea.data.order import EpochOrder
 from fovea.data.prompt_source import PromptSource
 from fovea.errors import EngineError, TrainError
-from fovea.loop_async import train
 from fovea.metrics.log import read_metrics
 from fovea.run.ahead import next_barrier
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run
 from fovea.types import Batch, Completion, Metrics, Request
 from fovea.weights.base import SyncReport
-from fovea_gym.errors import BadRowError, ConfigError
+from fovea_gym.errors import BadRowError
 from fovea_gym.types import Message, Task
 from gym_tests.bandit import BanditEnvironment
 from tests.fakes import BanditEngine, BanditPolicy, BanditRenderer, bandit_run, staged_run
-from tests.runs import untimed
+from tests.runs import train_ahead, untimed
 
 KILLED = "killed"
 APART = {"placement": "disaggregated", "rollout_gpus": 1}
@@ -108,7 +107,7 @@ def test_each_step_is_drawn_by_the_version_that_the_settings_say(
 ) -> None:
     """With a checkpoint after step 4, before which step 4 may not be drawn."""
     watched = Watched(overlapping(tmp_path, bound=bound, max_steps=7, checkpoint={"every_steps": 4}), **turns)
-    train(watched.run)
+    train_ahead(watched.run)
     assert [watched.versions[step] for step in range(7)] == [{version} for version in versions]
     assert overlaps <= watched.overlaps
     assert all(training < drawn <= training + bound for training, drawn in watched.overlaps)
@@ -139,7 +138,7 @@ def test_the_time_for_which_either_side_waits_is_measured(slow: str, tmp_path: P
         run.engine.generate = slow_generate  # type: ignore[method-assign]
     else:
         run.policy.update = slow_update  # type: ignore[method-assign]
-    train(run)
+    train_ahead(run)
     # before the first step nothing is drawn ahead, and during the last one nothing is left to draw
     for row in read_metrics(tmp_path)[1:-1]:
         waited_for = {"engine": row["seconds/idle_update"], "policy": row["seconds/idle_rollout"]}
@@ -162,7 +161,7 @@ def test_dev_rows_are_read_by_the_newest_weights(tmp_path: Path) -> None:
         return await evaluate(*args)  # type: ignore[arg-type]
 
     run.evaluator.evaluate = noted  # type: ignore[method-assign, assignment]
-    train(run)
+    train_ahead(run)
     assert read == [(0, 0), (2, 2), (4, 4), (5, 5)]
     assert [watched.versions[step] for step in range(5)] == [{0}, {0}, {2}, {2}, {4}]
 
@@ -176,7 +175,7 @@ def test_the_next_barrier_is_the_next_multiple_of_an_interval_or_the_end(tmp_pat
 
 def test_a_bound_of_0_is_the_loop_that_takes_turns(tmp_path: Path) -> None:
     ahead, in_turn = overlapping(tmp_path / "ahead", bound=0), bandit_run(tmp_path / "in_turn")
-    train(ahead)
+    train_ahead(ahead)
     loop.train(in_turn)
     theirs, ours = (untimed(tmp_path / name) for name in ("in_turn", "ahead"))
     assert ours == [row | {"staleness/mean": 0, "staleness/max": 0} for row in theirs]
@@ -184,7 +183,7 @@ def test_a_bound_of_0_is_the_loop_that_takes_turns(tmp_path: Path) -> None:
 
 
 def test_a_bandit_learns_from_stale_completions(tmp_path: Path) -> None:
-    assert train(overlapping(tmp_path, bound=2)).final.accuracy == 1.0
+    assert train_ahead(overlapping(tmp_path, bound=2)).final.accuracy == 1.0
 
 
 def killed_at(update: int) -> Callable[[Run], Run]:
@@ -221,13 +220,13 @@ def test_a_run_that_is_killed_and_resumed_equals_one_never_killed(
     }
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     expected = Watched(staged_run(whole, **settings)).run
-    train(expected)
+    train_ahead(expected)
     with pytest.raises(TrainError, match=KILLED):
-        train(killed_at(killed_in)(Watched(staged_run(broken, **settings), **turns).run))
+        train_ahead(killed_at(killed_in)(Watched(staged_run(broken, **settings), **turns).run))
     resumed = Watched(staged_run(broken, resume=True, **settings), **turns).run
     assert resumed.resumed is not None
     assert resumed.resumed.step == killed_in - killed_in % 4
-    train(resumed)
+    train_ahead(resumed)
     assert untimed(broken) == untimed(whole)
     assert {row["curriculum/stage"] for row in read_metrics(whole)} == {1, 2, 3}
     np.testing.assert_array_equal(resumed.policy.table, expected.policy.table)  # type: ignore[attr-defined]
@@ -238,7 +237,7 @@ def test_a_run_that_is_told_to_end_puts_back_what_it_has_drawn_ahead(tmp_path: P
     ahead, in_turn = tmp_path / "ahead", tmp_path / "in_turn"
     limited = {"max_hours": 1e-9, "max_steps": 9}
     with pytest.raises(SystemExit) as ended:
-        train(Watched(overlapping(ahead, bound=2, **limited), update_turns=60).run)
+        train_ahead(Watched(overlapping(ahead, bound=2, **limited), update_turns=60).run)
     with pytest.raises(SystemExit):
         loop.train(bandit_run(in_turn, **limited))
     assert ended.value.code == 0
@@ -254,7 +253,7 @@ def test_the_evaluation_behind_a_time_limit_is_of_the_last_weights(tmp_path: Pat
     evaluated = {"after_max_hours": True, "image_controls": False, "shared_images": "ignore"}
     watched = Watched(overlapping(tmp_path, max_hours=1e-9, max_steps=9, evaluate=evaluated), update_turns=60)
     with pytest.raises(SystemExit):
-        train(watched.run)
+        train_ahead(watched.run)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == watched.synced[-1] == 1
     np.testing.assert_array_equal(watched.run.engine.table, watched.run.policy.table)  # type: ignore[attr-defined]
 
@@ -288,11 +287,11 @@ def torn_run(folder: Path, *, resume: bool = False, **settings: object) -> Run:
 def test_a_bad_row_that_was_drawn_ahead_is_put_back(tmp_path: Path) -> None:
     """It is listed when the resumed run comes to it, once."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train(torn_run(whole))
+    train_ahead(torn_run(whole))
     with pytest.raises(SystemExit):
-        train(Watched(torn_run(broken, max_hours=1e-9), update_turns=60).run)
+        train_ahead(Watched(torn_run(broken, max_hours=1e-9), update_turns=60).run)
     found_by_step_1 = (broken / BAD_ROWS_FILE).read_text()
-    train(torn_run(broken, resume=True))
+    train_ahead(torn_run(broken, resume=True))
     assert 0 < len(found_by_step_1) < len((whole / BAD_ROWS_FILE).read_text())
     assert (broken / BAD_ROWS_FILE).read_text() == (whole / BAD_ROWS_FILE).read_text()
     counts = [[row["data/rows_skipped"] for row in read_metrics(folder)] for folder in (broken, whole)]
@@ -312,7 +311,7 @@ def test_an_error_of_a_rollout_ahead_ends_the_run(tmp_path: Path) -> None:
 
     engine.generate = broken  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="out of luck"):
-        train(run)
+        train_ahead(run)
     assert len(read_metrics(tmp_path)) == 2
 
 
@@ -321,12 +320,7 @@ def test_a_run_ends_with_its_rows(tmp_path: Path) -> None:
     run = overlapping(tmp_path, bound=3)
     order = EpochOrder(16, seed=0, shuffle=True, max_epochs=1)
     watched = Watched(replace(run, stream=replace(run.stream, order=order)))
-    train(watched.run)
+    train_ahead(watched.run)
     assert len(read_metrics(tmp_path)) == 2
     assert watched.synced[-1] == 2
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
-
-
-def test_the_loop_that_takes_turns_refuses_a_run_that_overlaps(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.max_staleness_steps=1 .* call fovea\.loop_async\.train"):
-        loop.train(overlapping(tmp_path))

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Never
 
 from typing_extensions import Unpack
 
-from fovea import loop, loop_async
 from fovea.api.settings import (
     RewardArgument,
     RowsArgument,
@@ -28,6 +27,7 @@ from fovea.commands.exporting.export import Exported, check_empty
 from fovea.config.loading import environment_of, load_run_config
 from fovea.config.run import Config
 from fovea.evaluation.comparison import TargetMetrics
+from fovea.loop import train
 from fovea.run.callbacks import Callbacks, OnEval, OnStep
 from fovea.run.context import Run
 from fovea.run.run_dir import has_checkpoint
@@ -205,10 +205,9 @@ class PPO(Trainer):
 
 
 def _run_steps(run: Run) -> None:
-    """Run the loop that the settings choose, until it ends or reaches the time limit."""
-    steps = loop_async if run.config.rollout.max_staleness_steps else loop
+    """Run the loop until it ends or reaches the time limit."""
     try:
-        steps.train(run)
+        train(run)
     except SystemExit as end:
         if end.code:  # a signal
             raise

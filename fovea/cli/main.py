@@ -198,19 +198,15 @@ def train(
 
 
 def _train(config: Config, spent_seconds: float) -> None:
-    """Run the loop that the settings choose, and print what to do next; `spent_seconds` is from earlier attempts."""
+    """Train, and print what to do next; `spent_seconds` is from earlier attempts."""
     from fovea.utils.malloc import tune_allocators, use_expandable_segments
 
     tune_allocators()
     if config.expands_segments:
         use_expandable_segments()
     from fovea.commands.trust import wants_trust
+    from fovea.loop import train as run_steps
     from fovea.wiring.run import build
-
-    if config.rollout.max_staleness_steps:
-        from fovea.loop_async import train as run_steps
-    else:
-        from fovea.loop import train as run_steps
 
     run = replace(build(config), spent_seconds=spent_seconds)
     run_steps(run)

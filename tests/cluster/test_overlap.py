@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fovea import loop, loop_async
 from fovea.config.loading import load_config
+from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
 from fovea.wiring.run import build
@@ -25,7 +25,7 @@ from tests.cluster.torchrun_runs import (
     train_on_two,
     without_transfer,
 )
-from tests.runs import ROOT, SMALL, final_weights, untimed
+from tests.runs import ROOT, SMALL, final_weights, train_ahead, untimed
 
 OVERLAP = (
     *("cluster.placement=disaggregated", "cluster.rollout_gpus=1", "rollout.max_staleness_steps=1"),
@@ -36,10 +36,10 @@ OVERLAP = (
 
 def test_a_bound_of_0_gives_the_metrics_and_weights_of_the_loop_that_takes_turns(tmp_path: Path) -> None:
     """On the demo's recipe, with a dev reading and a checkpoint on the way."""
-    for name, train in (("in_turn", loop.train), ("ahead", loop_async.train)):
+    for name, train_run in (("in_turn", train), ("ahead", train_ahead)):
         given = ["max_steps=4", "evaluate.every_steps=2", "checkpoint.every_steps=3", "log.progress=false"]
         run_dir = f"run_dir={tmp_path / name}"
-        train(build(load_config([ROOT / "recipes/shapes.yaml"], [run_dir, *SMALL, *given, "seed=1"])))
+        train_run(build(load_config([ROOT / "recipes/shapes.yaml"], [run_dir, *SMALL, *given, "seed=1"])))
     in_turn, ahead = untimed(tmp_path / "in_turn"), untimed(tmp_path / "ahead")
     assert ahead == [row | {"staleness/mean": 0, "staleness/max": 0} for row in in_turn]
     assert final_weights(tmp_path / "ahead", 4) == final_weights(tmp_path / "in_turn", 4)

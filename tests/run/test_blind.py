@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.parity_faults import CHANGES, POSITIONS, BrokenEngine, broken_positions
-from fovea import loop, loop_async
+from fovea import loop
 from fovea.errors import EngineError, ParityError
 from fovea.metrics.log import read_metrics
 from fovea.models.modules import vision_tower
@@ -248,7 +248,7 @@ def test_images_that_only_rollouts_ahead_lose_stop_the_run_at_that_step(tmp_path
 
     differ = r"step 2: .*by 0\.\d+ on average, and 0.2 is allowed .*the last image missing"
     with pytest.raises(ParityError, match=differ):
-        loop_async.train(replace(run, engine=Forgetful(engine, lose)))
+        loop.train(replace(run, engine=Forgetful(engine, lose)))
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
 
@@ -271,7 +271,7 @@ def test_features_kept_over_a_weight_sync_stop_the_run_at_that_step(
 def test_log_probs_that_training_has_moved_are_no_fault(tmp_path: Path) -> None:
     """Weights one step old, at a high learning rate: the run warns and goes on."""
     run = copying_run(tmp_path, algorithm=OF_THE_ENGINE, train={"learning_rate": 2e-2})
-    loop_async.train(one_step_behind(run))
+    loop.train(one_step_behind(run))
     mismatches = [row["mismatch_trained/abs"] for row in read_metrics(tmp_path)]
     assert max(mismatches) > 0.2, "beyond the limit of two versions"
     assert "No known fault explains it" in (tmp_path / "console.txt").read_text()
