@@ -19,8 +19,6 @@ from tests.process_ranks import found_by_ranks
 from tests.tiny_models import mixed_prompts, tiny
 from tests.train.rank_policies import STEPS, Found, assert_as_one_process, batch_of, checksum, policy_of, step
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
-
 GRPO = {"kl": {"coef": 0.05}}
 PPO = {"name": "ppo", "minibatches": 2}
 SELECTIVE = {"gradient_checkpointing": "selective"}
@@ -102,11 +100,15 @@ def assert_five_steps(found: Sequence[Found], alone: Found) -> None:
     assert_as_one_process(found, alone)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_train_as_one_process(name: str, two: list[dict[str, Found]]) -> None:
     assert_five_steps([found[name] for found in two], run(TWO[name], ALONE))
 
 
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", FOUR)
 def test_two_replicas_of_two_ranks_train_as_one_process(name: str, four: list[dict[str, Found]]) -> None:
     assert_five_steps([found[name] for found in four], run(FOUR[name], ALONE))

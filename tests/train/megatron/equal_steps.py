@@ -24,10 +24,9 @@ from fovea.train.base import Needs, SftExample
 from fovea.train.torch.policy import make_policy
 from fovea.train.update import TrainedPolicy
 from fovea.wiring.model import make_vlm
-from tests.policies import make_batch, weights_of
+from tests.policies import make_batch, weights_of, with_rewards
 from tests.process_ranks import run_group
 from tests.tiny_models import mixed_prompts, random_completions, tiny
-from tests.train.ppo_policies import with_rewards
 
 NUM_STEPS = 4
 WARMED_UP = ("qwen3_vl",)
