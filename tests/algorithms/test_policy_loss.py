@@ -41,39 +41,43 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def test_gspo_by_hand() -> None:
-    # completion 0: log ratios .1 .3, mean .2, s = 1.221403 (inside); completion 1: .6, s = 1.822119, clipped at 1.28;
-    # completion 2: -.5 -.1 -.6, mean -.4, s = .670320, A < 0: clipped at .8
-    log_ratios = torch.tensor([0.1, 0.3, 0.6, -0.5, -0.1, -0.6])
-    advantages = torch.tensor([1.0, 1.0, 2.0, -1.0, -1.0, -1.0])
-    result = gspo_loss(log_ratios - 1, torch.full((6,), -1.0), advantages, [2, 1, 3], **ALL["gspo"])
-    torch.testing.assert_close(result.loss_A, torch.tensor([-1.221403, -1.221403, -2.56, 0.8, 0.8, 0.8]))
+LOGS, RATIOS, LP = map(torch.tensor, ([0.1, 0.3, 0.6, -0.5, -0.1, -0.6], [1.5, 0.5, 1.1], [-1.0, -2.0, -3.0]))
+TEMPERATURES = {"temperature_positive": 1.0, "temperature_negative": 2.0}
+
+
+@table(
+    ("result", "losses", "low", "high"),
+    [
+        # completion 0: log ratios .1 .3, mean .2, s = 1.221403 (inside); completion 1: .6, s = 1.822119, clipped at
+        # 1.28; completion 2: -.5 -.1 -.6, mean -.4, s = .670320, A < 0: clipped at .8
+        (
+            gspo_loss(LOGS, torch.zeros(6), torch.tensor([1.0, 1, 2, -1, -1, -1]), [2, 1, 3], **ALL["gspo"]),
+            *([-1.221403, -1.221403, -2.56, 0.8, 0.8, 0.8], [3, 4, 5], [2]),
+        ),
+        # weights: 1.5 capped at 1.28, 0.5 raised to 0.8, 1.1 as it is; L = -w A lp
+        (cispo_loss(LP, LP - RATIOS.log(), torch.tensor([1, 0.5, -1]), **ALL["cispo"]), [1.28, 0.8, -3.3], [1], [0]),
+        # without a lower bound
+        (cispo_loss(LP[1:2], LP[1:2] - math.log(0.01), torch.ones(1), clip_low=1.0, clip_high=0.28), [0.02], [], []),
+        # A = 2, r = 1.5, tau 1: sigmoid(.5) = .6224593, times 4 = 2.489837, L = -4.979675
+        # A = -1, r = .5, tau 2: sigmoid(-1) = .2689414, times 4/2 = .5378828, L = .5378828
+        (
+            sapo_loss(RATIOS[:2].log(), torch.zeros(2), torch.tensor([2.0, -1.0]), **TEMPERATURES),
+            *([-4.979675, 0.5378828], [], []),
+        ),
+    ],
+)
+def test_losses_by_hand(result: PolicyLoss, losses: list[float], low: list[int], high: list[int]) -> None:
+    """And the places of the tokens that are clipped."""
+    torch.testing.assert_close(result.loss_A, torch.tensor(losses), atol=1e-5, rtol=1e-4)
+    assert (result.clipped_low_A.nonzero()[:, 0].tolist(), result.clipped_high_A.nonzero()[:, 0].tolist()) == (
+        low,
+        high,
+    )
+
+
+def test_the_ratio_of_gspo_is_that_of_a_completion() -> None:
+    result = gspo_loss(LOGS, torch.zeros(6), torch.ones(6), [2, 1, 3], **ALL["gspo"])
     torch.testing.assert_close(result.ratio_A, torch.tensor([1.221403] * 2 + [1.822119] + [0.670320] * 3))
-    assert result.clipped_high_A.tolist() == [False, False, True, False, False, False]
-    assert result.clipped_low_A.tolist() == [False, False, False, True, True, True]
-
-
-def test_cispo_by_hand() -> None:
-    # weights: 1.5 capped at 1.28, 0.5 raised to 0.8, 1.1 as it is; L = -w A lp
-    ratios = torch.tensor([1.5, 0.5, 1.1])
-    lp = torch.tensor([-1.0, -2.0, -3.0])
-    result = cispo_loss(lp, lp - ratios.log(), torch.tensor([1.0, 0.5, -1.0]), clip_low=0.2, clip_high=0.28)
-    torch.testing.assert_close(result.loss_A, torch.tensor([1.28, 0.8, -3.3]))
-    assert result.clipped_high_A.tolist() == [True, False, False]
-    assert result.clipped_low_A.tolist() == [False, True, False]
-    lp = torch.tensor([-2.0])
-    free = cispo_loss(lp, lp - math.log(0.01), torch.ones(1), clip_low=1.0, clip_high=0.28)
-    assert float(free.loss_A) == pytest.approx(0.02, rel=1e-4), "without a lower bound"
-    assert not free.clipped_low_A.any()
-
-
-def test_sapo_by_hand() -> None:
-    # A = 2, r = 1.5, tau 1: sigmoid(.5) = .6224593, times 4 = 2.489837, L = -4.979675
-    # A = -1, r = .5, tau 2: sigmoid(-1) = .2689414, times 4/2 = .5378828, L = .5378828
-    log_ratios, advantages = torch.tensor([1.5, 0.5]).log(), torch.tensor([2.0, -1.0])
-    result = sapo_loss(log_ratios, torch.zeros(2), advantages, temperature_positive=1.0, temperature_negative=2.0)
-    torch.testing.assert_close(result.loss_A, torch.tensor([-4.979675, 0.5378828]))
-    assert not (result.clipped_low_A | result.clipped_high_A).any()
 
 
 # The formulas once more, with one float at a time, for gradients by central differences. sg[.] takes its value from
@@ -113,15 +117,6 @@ def test_loss_and_gradient_are_those_of_the_naive_formula(name: str) -> None:
         up, down = ([*at[:t], at[t] + sign * step, *at[t + 1 :]] for sign in (1, -1))
         slope = (naive(name, up, at, *rest) - naive(name, down, at, *rest)) / (2 * step)
         assert float(lp.grad[t]) == pytest.approx(slope, abs=1e-6)
-
-
-def test_gspo_mean_has_the_gradient_of_the_sequence_ratio() -> None:
-    lp = torch.tensor([-1.0, -0.7, -0.4], dtype=torch.float64, requires_grad=True)
-    old = torch.tensor([-1.1, -0.6, -0.5], dtype=torch.float64)
-    gspo_loss(lp, old, torch.full((3,), 1.5), [3], **ALL["gspo"]).loss_A.mean().backward()
-    plain = lp.detach().requires_grad_()
-    (-1.5 * (plain - old).mean().exp()).backward()
-    torch.testing.assert_close(lp.grad, plain.grad)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -174,16 +169,6 @@ def test_clip_by_hand(ratio: float, advantage: float, dual_clip: float | None, e
     assert float(result.loss_A) == pytest.approx(expected, rel=1e-5)
 
 
-def test_clipped_tokens_have_no_gradient_and_are_counted() -> None:
-    logprobs = torch.tensor([0.5, -0.5, 0.1, 3.0], requires_grad=True)
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    result = clipped_loss(logprobs, torch.zeros(4), advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
-    result.loss_A.sum().backward()
-    assert (logprobs.grad != 0).tolist() == [False, False, True, False]
-    assert result.clipped_high_A.tolist() == [True, False, False, False]
-    assert result.clipped_low_A.tolist() == [False, True, False, False]
-
-
 LEVELS: list[Level] = ["token", "sequence", "sequence_mask"]
 LENGTHS = [2, 1, 2]
 LOG_RATIOS = torch.tensor([0.2, 0.3, 1.0, -2.0, 0.5])
@@ -225,16 +210,6 @@ def test_importance_weights_do_not_overflow(level: Level, log_ratio: float) -> N
     assert (result.weights_A <= 2.0).all()
 
 
-def test_a_weight_is_the_same_as_a_scaled_advantage() -> None:
-    lp, old, advantages = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-    weights = importance_weights(old, old - LOG_RATIOS, LENGTHS, level="token", cap=2.0).weights_A
-    bounds = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
-    torch.testing.assert_close(
-        clipped_loss(lp, old, advantages, **bounds).loss_A * weights,
-        clipped_loss(lp, old, advantages * weights, **bounds).loss_A,
-    )
-
-
 LARGEST = exp(20)
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.2}
 
@@ -244,14 +219,10 @@ def test_rewards_are_equal_within_a_millionth() -> None:
     assert has_signal(rewards).tolist() == [False, True, True]
     first, _, third = grpo(rewards).tolist()
     assert first == [0, 0]
-    # deviations of 2.5e-4 by 5e-4 / sqrt(2)
+    # deviations of 2.5e-4 by 5e-4 / sqrt(2); the least deviation of a group: 0.5e-4 / (1e-4 / sqrt(2) + 1e-6)
     assert third == pytest.approx([-0.70711, 0.70711], rel=1e-2)
-
-
-def test_the_least_deviation_of_a_group() -> None:
-    """0.5e-4 / (1e-4 / sqrt(2) + 1e-6)."""
-    advantages = grpo(torch.tensor([[0.1, 0.1001]], dtype=torch.float64))
-    assert advantages.tolist()[0] == pytest.approx([-0.69725, 0.69725], rel=1e-4)
+    least = grpo(torch.tensor([[0.1, 0.1001]], dtype=torch.float64))
+    assert least.tolist()[0] == pytest.approx([-0.69725, 0.69725], rel=1e-4)
 
 
 def test_the_least_variance_of_what_is_whitened() -> None:

@@ -15,7 +15,7 @@ from PIL import Image, ImageFile
 from fovea.config.model import Model
 from fovea.data.prompt_source import PromptSource
 from fovea.errors import ModelError
-from fovea.models.families.qwen_vl import IMAGE_PAD, Qwen2VL, Qwen3VL, Qwen25VL, QwenVL
+from fovea.models.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen25VL, QwenVL
 from fovea.models.processor import Processor, load_processor, template_with_defaults
 from fovea.models.render import Renderer
 from fovea.models.tiny import CHAT_TEMPLATE, TinyParts
@@ -28,7 +28,7 @@ from fovea_gym.types import ImageRef, Message, Task
 from gym_tests.images import encoded, from_array, png
 from gym_tests.tables import table
 from tests.reference import chat_of
-from tests.tiny_models import PROCESSORS, image, mixed_prompts, processor_of, renderer, save, tiny, user
+from tests.tiny_models import PROCESSORS, image, processor_of, renderer, save, tiny, user
 
 CHATS = {
     "no image": user("How many circles are there?"),
@@ -70,11 +70,6 @@ def test_pixel_limits_are_obeyed(parts: TinyParts) -> None:
     assert large.prompt(user(image(1, 48, 48), "x")).images[0].tensors["image_grid_thw"].tolist() == [1, 12, 12]
 
 
-def test_a_row_that_writes_an_image_pad_is_refused(parts: TinyParts) -> None:
-    with pytest.raises(DataError, match=r"row 7: .*<\|image_pad\|>"):
-        renderer(parts).prompt(user(image(1), f"How many {IMAGE_PAD}?"), where="row 7")
-
-
 def test_target_ends_with_the_stop_token(parts: TinyParts) -> None:
     ids = renderer(parts).target("\\boxed{3}")
     assert ids[-1] == parts.processor.tokenizer.eos_token_id
@@ -91,12 +86,6 @@ def test_target_ends_with_the_stop_token(parts: TinyParts) -> None:
 def test_an_answer_with_a_special_token_is_refused(answer: str, reason: str, parts: TinyParts) -> None:
     with pytest.raises(DataError, match=rf"row 7: {reason}"):
         renderer(parts).target(answer, where="row 7")
-
-
-@pytest.mark.parametrize("family", PROCESSORS)
-def test_mixed_prompts_have_what_they_say(family: str) -> None:
-    prompts = mixed_prompts(tiny(family))
-    assert [len(prompt.images) for prompt in prompts] == [1, 2, 0]
 
 
 @pytest.mark.parametrize(("limit", "side"), [({"max_pixels": 32 * 32}, 32), ({"min_pixels": 160 * 160}, 160)])

@@ -17,13 +17,12 @@ from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
-from fovea.train.packing import pack_row
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import PromptImage
 from fovea_gym.errors import ConfigError
 from tests.policies import GRADIENT_TOLERANCE
 from tests.reference import UNEQUAL, gradients, largest_relative_difference, of_row, reference_logprobs, row_of, vlm_of
-from tests.tiny_models import CPU, image, mixed_prompts, random_completions, renderer, tiny, tower_passes, user
+from tests.tiny_models import image, mixed_prompts, random_completions, renderer, tiny, tower_passes, user
 
 LOGPROB_TOLERANCE = 1e-5
 """Log-probs near -6 in float32: rounding alone gives 2e-6, and more or less of it on another CPU."""
@@ -47,28 +46,6 @@ def test_row_holds_each_prompt_once_and_no_last_tokens(vlm: VLM, parts: TinyPart
     assert row.num_tokens == sum(prompt.num_tokens for prompt in prompts) + sum(sum(n) - len(n) for n in UNEQUAL)
     assert row.num_actions == sum(map(sum, UNEQUAL))
     assert vlm(row, temperature=1.0, chunk_tokens=10).logprobs_A.shape == (row.num_actions,)
-
-
-def test_chunks_change_neither_scores_nor_gradients(vlm: VLM, parts: TinyParts) -> None:
-    row, results = row_of(parts), []
-    for chunk in (1000, 4):
-        scores = vlm(row, temperature=1.0, chunk_tokens=chunk)
-        (scores.logprobs_A.sum() + scores.entropies_A.sum()).backward()
-        results.append((scores, gradients(parts.network)))
-    (whole, whole_gradients), (cut, cut_gradients) = results
-    torch.testing.assert_close(cut.logprobs_A, whole.logprobs_A, atol=LOGPROB_TOLERANCE, rtol=0)
-    torch.testing.assert_close(cut.entropies_A, whole.entropies_A, atol=LOGPROB_TOLERANCE, rtol=0)
-    assert largest_relative_difference(whole_gradients, cut_gradients) < GRADIENT_TOLERANCE
-
-
-def test_entropy_is_that_of_torchs_distribution(vlm: VLM, parts: TinyParts) -> None:
-    row = row_of(parts, UNEQUAL[:1], mixed_prompts(parts)[:1])
-    hidden = vlm.action_states(row)
-    logits = parts.network.get_submodule("lm_head")(hidden)
-    logits[:, list(parts.processor.banned_ids)] = -torch.inf
-    expected = torch.distributions.Categorical(logits=logits / 0.5).entropy()
-    entropies = vlm(row, temperature=0.5, chunk_tokens=1000).entropies_A
-    torch.testing.assert_close(entropies, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
@@ -106,19 +83,6 @@ def test_one_image_in_two_prompts_is_encoded_once_and_collects_both_gradients(pa
     vlm(row_of(parts, counts, prompts), temperature=1.0, chunk_tokens=100).logprobs_A.sum().backward()
     assert encoded == [36], "one image of 36 patches"
     assert largest_relative_difference(expected_gradients, gradients(parts.network)) < GRADIENT_TOLERANCE
-
-
-def test_what_padding_holds_does_not_matter(vlm: VLM, parts: TinyParts) -> None:
-    """A row of unequal groups equals its groups alone: nothing leaks from one into another."""
-    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
-    pairs = [(prompt, each) for prompt, group in zip(prompts, completions, strict=True) for each in group]
-    rows = [(prompts, completions), *(([prompt], [[each]]) for prompt, each in pairs)]
-    with torch.no_grad():
-        together, *alone = (
-            vlm(pack_row(parts.processor.family, *row, CPU), temperature=1.0, chunk_tokens=100).logprobs_A
-            for row in rows
-        )
-    torch.testing.assert_close(together, torch.cat(alone), atol=LOGPROB_TOLERANCE, rtol=0)
 
 
 # deepstack's features are added behind all layers: in a decoder of one, no token may be left out of the last one

@@ -66,12 +66,6 @@ def test_the_first_epoch_stands_in_for_a_pass_of_its_own(clip: float) -> None:
     assert (passes, expected_passes) == (3 * 2, 4 * 2), "of two rows"
 
 
-def test_later_epochs_are_off_policy() -> None:
-    """Each epoch its own old policy would leave every ratio at 1."""
-    _, metrics, _ = update(False)
-    assert abs(metrics["ratio_mean"] - 1) > 1e-4
-
-
 def test_the_batch_that_was_handed_in_stays_as_it_was() -> None:
     policy, batch = (policy_of_epochs(), make_batch(tiny("qwen3_vl")))
     policy.update(batch)

@@ -88,18 +88,6 @@ def test_the_rest_of_an_update_is_left_out_too(algorithm: dict[str, float]) -> N
     assert (metrics["epochs_run"], metrics["updates_skipped"]) == (0, 1)
 
 
-def test_one_value_that_is_not_finite_names_its_task() -> None:
-    """Whitening has made every advantage of the step NaN by the time that a loss is looked at."""
-    policy = make_policy(tiny("qwen3_vl"), max_skipped_updates=0, max_tokens_per_microbatch=100)
-    batch = named(make_batch(tiny("qwen3_vl")))
-    for index in range(3):
-        batch = with_advantage(batch, index, np.nan)
-    values = [np.zeros(len(s.token_ids_T), dtype=np.float32) for s in batch.samples]
-    values[-len(batch.groups[2].samples)].fill(np.nan)
-    with pytest.raises(TrainError, match="row 2;"):
-        policy.update(with_values(batch, values))
-
-
 def test_the_count_is_part_of_a_checkpoint(tmp_path: Path) -> None:
     bad = with_advantage(named(make_batch(tiny("qwen3_vl"))), 0, np.nan)
     first, second = (make_policy(tiny("qwen3_vl"), max_skipped_updates=1) for _ in range(2))

@@ -74,6 +74,7 @@ class Row:
     whole: Tensor
     clipped: tuple[Tensor, Tensor]
     capped: Tensor
+    entropy: Tensor
     kl_policy: Tensor
     kl_reference: Tensor
 
@@ -144,6 +145,7 @@ def written_out(loss: str, level: str, kl: str, sample: Sample, lp: Tensor, entr
         whole=whole,
         clipped=clipped,
         capped=capped,
+        entropy=entropy,
         # the actions are the old policy's: e^x - x - 1 of x = lp - lp_old
         kl_policy=(lp - old).exp() - (lp - old) - 1,
         kl_reference=(reference - lp).exp() - (reference - lp) - 1,
@@ -225,6 +227,7 @@ def test_an_update_off_policy_is_that_of_the_written_out_loss(
         "ratio_mean": mean("ratio"),
         "clip_frac/low": low,
         "clip_frac/high": high,
+        "entropy": mean("entropy"),
         "kl/policy": mean("kl_policy"),
         "kl/reference": mean("kl_reference"),
     } | (of_weights if level != "off" else {})

@@ -64,16 +64,13 @@ def group(prompt_tokens: int, *completions: int, grid: tuple[int, int, int] | No
     return SampleGroup(prompt=prompt, samples=tuple(sample(tokens) for tokens in completions))
 
 
+COMPLETIONS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 FIRST_IDS = itertools.count()
 """No two completions begin alike: equal ones would share their tokens."""
 
 
 def sample(tokens: int) -> Sample:
     return sample_of(next(FIRST_IDS) + np.arange(tokens), advantages_T=np.zeros(tokens, dtype=np.float32))
-
-
-def all_samples(groups: list[SampleGroup]) -> list[Sample]:
-    return [sample for each in groups for sample in each.samples]
 
 
 def samples_by_number(rows: list[list[GroupSlice]]) -> dict[int, Sample]:
@@ -84,17 +81,13 @@ def samples_by_number(rows: list[list[GroupSlice]]) -> dict[int, Sample]:
 
 def test_the_cost_of_a_group_by_hand() -> None:
     """Prompt of 3, completions of 3 and 1, an image of 2 patches, in units of a token (2 operations)."""
-    cost = Cost(work=FULL, passes=TRAINED_PASSES)
-    tokens = 3 + 2
-    pairs = (1 + 2 + 3) + (4 + 5)
-    actions = 3 + 1
-    image = 2 * 8 + 4 * 10
-    made = cost.of(group(3, 3, 1, grid=(1, 1, 2)))
+    tokens, pairs, actions, image = 3 + 2, (1 + 2 + 3) + (4 + 5), 3 + 1, 2 * 8 + 4 * 10
+    made, cached = (
+        Cost(work=FULL, passes=passes).of(group(3, 3, 1, grid=(1, 1, 2))) for passes in (TRAINED_PASSES, CACHED)
+    )
     assert made == tokens + (pairs * 4 + actions * 6 + image) / 2
-    assert Cost(work=FULL, passes=CACHED).of(group(3, 3, 1, grid=(1, 1, 2))) == made - image / 2
-
-
-def test_attention_counts_three_passes_where_frozen_layers_count_two() -> None:
+    assert cached == made - image / 2
+    # attention counts three passes where frozen layers count two
     lora = Cost(work=FULL, passes=Passes(linear=2, attention=3, vision=0, vision_attention=0))
     assert lora.of(group(3, 1)) == pytest.approx(3 + 6 / 2 + (3 / 2) * 6 * 4 / 2)
 
@@ -124,29 +117,18 @@ def test_the_number_of_rows_is_what_the_total_needs() -> None:
     assert balanced_bins([], 30) == []
     # 20 = 2 rows of 10 would do (5 + 5, 4 + 4 + 2), but longest-first pairs 5 with 4
     assert balanced_bins([5, 5, 4, 4, 2], 10) == [[0, 4], [1], [2, 3]]
-
-
-def test_in_the_order_of_groups_rows_would_be_uneven() -> None:
-    """First come, first served makes 90 and 10 of these; longest-first 50 and 50."""
-    costs = [40, 30, 20, 10]
-    rows = balanced_bins(costs, 90)
-    assert [sum(costs[index] for index in row) for row in rows] == [50, 50]
+    # first come, first served makes 90 and 10 of these; longest-first 50 and 50
+    assert balanced_bins([40, 30, 20, 10], 90) == [[0, 3], [1, 2]]
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    sizes=st.lists(
-        st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=4)), min_size=1, max_size=6
-    ),
-    max_tokens=st.integers(20, 60),
-)
-def test_every_sample_is_in_one_row_with_its_prompt_and_number(
-    sizes: list[tuple[int, list[int]]], max_tokens: int
-) -> None:
+@given(st.lists(st.tuples(st.integers(1, 12), COMPLETIONS), min_size=1, max_size=6), st.integers(20, 60))
+def test_every_sample_is_in_one_row_with_its_prompt(sizes: list[tuple[int, list[int]]], max_tokens: int) -> None:
+    """And number."""
     groups = [group(prompt, *completions) for prompt, completions in sizes]
     rows = pack_by_cost(slice_groups(groups, max_tokens), Cost(work=FULL, passes=CACHED), max_tokens)
     found = samples_by_number(rows)
-    for number, expected in enumerate(all_samples(groups)):
+    for number, expected in enumerate(sample for each in groups for sample in each.samples):
         assert found[number] is expected
     for row in rows:
         assert sum(part.num_tokens for part in row) <= max_tokens
@@ -157,12 +139,9 @@ def test_every_sample_is_in_one_row_with_its_prompt_and_number(
 def test_images_and_attention_fill_a_row_too() -> None:
     cost = Cost(work=FULL, passes=TRAINED_PASSES)
     groups = [group(4, 2, 2, grid=(1, 2, 2))] * 4
-    one = cost.of(groups[0])
-    parts = slice_groups(groups)
-    by_work = pack_by_cost(parts, cost, math.ceil(2 * one))
-    by_tokens = pack_by_cost(parts, Cost(work=PLAIN, passes=TRAINED_PASSES), math.ceil(2 * one))
-    assert [len(row) for row in by_work] == [2, 2]
-    assert [len(row) for row in by_tokens] == [4]
+    budget, costs = math.ceil(2 * cost.of(groups[0])), (cost, Cost(work=PLAIN, passes=TRAINED_PASSES))
+    by_work, by_tokens = (pack_by_cost(slice_groups(groups), each, budget) for each in costs)
+    assert ([len(row) for row in by_work], [len(row) for row in by_tokens]) == ([2, 2], [4])
 
 
 def test_a_group_that_fits_by_its_tokens_is_never_split() -> None:
@@ -175,13 +154,11 @@ def test_a_group_that_fits_by_its_tokens_is_never_split() -> None:
 
 def test_a_group_whose_tokens_do_not_fit_is_split_by_samples() -> None:
     rows = pack_by_cost(slice_groups([group(10, 6, 6, 6)], 20), Cost(work=PLAIN, passes=TRAINED_PASSES), 20)
-    assert [[len(part.group.samples) for part in row] for row in rows] == [[2], [1]]
-    assert [[part.num_tokens for part in row] for row in rows] == [[20], [15]]
+    assert [[(len(part.group.samples), part.num_tokens) for part in row] for row in rows] == [[(2, 20)], [(1, 15)]]
 
 
 def test_a_fixed_number_of_groups_keeps_their_order() -> None:
-    groups = [group(3, 2, 2), group(5, 1), group(4, 3)]
-    rows = pack_by_count(slice_groups(groups), 2)
+    rows = pack_by_count(slice_groups([group(3, 2, 2), group(5, 1), group(4, 3)]), 2)
     assert [[part.first_sample for part in row] for row in rows] == [[0, 2], [3]]
 
 
@@ -199,14 +176,8 @@ def test_every_part_is_dealt_once_and_no_rank_has_much_more_than_another(lengths
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
-    num_ranks=st.integers(1, 4),
-    max_tokens=st.integers(20, 60),
-)
-def test_rows_of_all_ranks_hold_every_part_once_within_the_budget(
-    lengths: list[int], num_ranks: int, max_tokens: int
-) -> None:
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 4), st.integers(20, 60))
+def test_rows_hold_every_part_once_within_the_budget(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
     parts = slice_groups([group(length, 1) for length in lengths])
     ranks = rows_by_cost(parts, Cost(work=PLAIN, passes=TRAINED_PASSES), num_ranks, max_tokens)
     rows = [row for rows in ranks for row in rows]
@@ -218,10 +189,7 @@ def test_rows_of_all_ranks_hold_every_part_once_within_the_budget(
 def test_fillers_even_out_rows_and_bring_an_image_where_there_is_none() -> None:
     text, image, dummy = slice_groups([group(4, 2), group(4, 2, grid=(1, 2, 2)), group(2, grid=(1, 2, 2))])
     assert align_ranks([[[text], [image]], [[image]]], dummy) == [[[text, dummy], [image]], [[image], [dummy]]]
-
-
-def test_fillers_without_an_image_leave_rows_as_they_are() -> None:
-    text, dummy = slice_groups([group(4, 2), group(1)])
+    text, dummy = slice_groups([group(4, 2), group(1)])  # without an image it leaves rows as they are
     assert align_ranks([[[text]], []], dummy) == [[[text]], [[dummy]]]
     assert align_ranks([[[text]]], dummy) == [[[text]]], "a process by itself"
 
@@ -330,11 +298,10 @@ def test_the_plain_path_shares_them_too() -> None:
     parts = tiny("qwen3_vl")
     (micro,) = micro_batcher(parts).micro_batches(repeated(make_batch(parts)).groups)
     fast = make_policy(parts).vlm(micro.row, temperature=0.9, chunk_tokens=1000)
-    plain_parts = tiny("qwen3_vl")
-    plain = PlainVLM(plain_parts.network, plain_parts.processor.banned_ids)
-    torch.testing.assert_close(
-        plain(micro.row, temperature=0.9, chunk_tokens=1000).logprobs_A, fast.logprobs_A, atol=1e-5, rtol=0
+    plain = PlainVLM(tiny("qwen3_vl").network, parts.processor.banned_ids)(
+        micro.row, temperature=0.9, chunk_tokens=1000
     )
+    torch.testing.assert_close(plain.logprobs_A, fast.logprobs_A, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", DENSE_FAMILIES)

@@ -25,7 +25,6 @@ from fovea.types import Sampling
 from fovea.wiring.run import build
 from fovea_tools.families.tiny import KINDS, save_tiny_kind
 from tests.hub_models import (
-    AUTO_TOLERANCE,
     CHATS,
     Loaded,
     assert_inputs_equal,
@@ -33,6 +32,7 @@ from tests.hub_models import (
     moving_difference,
     needs_image_processors,
 )
+from tests.hub_models import TOLERANCE as AUTO_TOLERANCE
 from tests.plain_runs import run_settings, train_and_export
 from tests.policies import make_batch, policy_on, train_settings
 from tests.reference import gradients, largest_relative_difference, row_of
