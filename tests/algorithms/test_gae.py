@@ -75,16 +75,6 @@ def test_equals_the_discounted_sum_of_deltas_over_actions(
     assert (returns[~mask] == 0).all()
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=12))
-def test_gamma_and_lambda_of_one_give_reward_to_go_minus_value(tokens: list[tuple[float, float]]) -> None:
-    rewards, values = torch.tensor(tokens, dtype=torch.float64).T[:, None]
-    advantages, returns = gae(rewards, values, torch.ones_like(rewards), gamma=1.0, gae_lambda=1.0)
-    reward_to_go = rewards.flip(1).cumsum(1).flip(1)
-    torch.testing.assert_close(advantages, reward_to_go - values, atol=1e-9, rtol=0)
-    torch.testing.assert_close(returns, reward_to_go, atol=1e-9, rtol=0)
-
-
 @pytest.mark.parametrize("garbage", [1e30, -7.0, math.nan, math.inf])
 def test_garbage_under_the_mask_changes_not_one_bit(garbage: float) -> None:
     rewards, values = torch.randn(2, 4, 9, generator=RNG)
@@ -204,27 +194,6 @@ def test_equals_the_sums_of_the_paper(turns: Turns, factors: tuple[float, float,
     expected = by_the_paper(turns, *factors)
     assert advantages[mask].tolist() == pytest.approx(expected, abs=1e-9)
     assert returns[mask].tolist() == pytest.approx((torch.tensor(expected) + values[mask]).tolist(), abs=1e-6)
-
-
-@settings(max_examples=30, deadline=None)
-@given(TURNS, FACTORS)
-def test_one_turn_is_gae_over_tokens_whatever_holds_between_turns(
-    turns: Turns, factors: tuple[float, float, float, float]
-) -> None:
-    rewards, values, mask = row(turns[:1])
-    found = turn_gae(rewards, values, mask, **dict(zip(NAMES, factors, strict=True)))
-    plain = gae(rewards, values, mask, gamma=factors[0], gae_lambda=factors[1])
-    torch.testing.assert_close(found, plain, atol=1e-12, rtol=0)
-
-
-@settings(max_examples=30, deadline=None)
-@given(TURNS)
-def test_factors_of_one_give_reward_to_go_of_turns_minus_value(turns: Turns) -> None:
-    """As GAE over tokens does, where all rewards are on the ends of turns."""
-    on_ends = [[*((0.0, value) for _, value in turn[:-1]), turn[-1]] for turn in turns]
-    rewards, values, mask = row(on_ends)
-    found = turn_gae(rewards, values, mask, gamma=1, gae_lambda=1, turn_gamma=1, turn_lambda=1)
-    torch.testing.assert_close(found, gae(rewards, values, mask, gamma=1, gae_lambda=1), atol=1e-9, rtol=0)
 
 
 def test_an_episode_does_not_depend_on_its_neighbours() -> None:

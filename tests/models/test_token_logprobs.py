@@ -91,16 +91,6 @@ def test_scores_are_those_of_a_vocabulary_without_the_banned_ids(temperature: fl
     assert not ours[1][list(BANNED)].any(), "no gradient reaches a banned id"
 
 
-def test_a_head_in_bfloat16_gives_finite_scores_and_gradients() -> None:
-    hidden, head, targets = (each.detach() for each in inputs())
-    hidden, head = (each.bfloat16().requires_grad_() for each in (hidden, head))
-    found = scores_with(hidden, head, targets, 0.7, 4)
-    (found.logprobs_A.sum() + found.entropies_A.sum()).backward()
-    assert found.logprobs_A.dtype == found.entropies_A.dtype == torch.float32
-    for each in (found.logprobs_A, found.entropies_A, hidden.grad, head.grad):
-        assert each.isfinite().all()
-
-
 def test_the_banned_mass_is_that_of_the_whole_vocabularys_softmax() -> None:
     hidden, head, targets = inputs()
     expected = (hidden @ head.t() / 0.7).softmax(-1)[:, list(BANNED)].sum(-1)
@@ -226,6 +216,7 @@ def test_scores_are_equal_and_gradients_close_to_those_of_two_passes(dtype: torc
     for name in ("logprobs_A", "entropies_A", "banned_mass_A"):
         assert torch.equal(getattr(found[2], name), getattr(twin[2], name))
     assert not found[2].banned_mass_A.requires_grad
+    assert found[2].logprobs_A.dtype == found[2].entropies_A.dtype == torch.float32
     for ours, plain in zip(found[:2], twin[:2], strict=True):
         assert ours.dtype == dtype
         assert float((ours - plain).float().norm() / plain.float().norm()) < tolerance
@@ -304,13 +295,6 @@ def test_derivatives_that_cancel_may_differ_by_rounding() -> None:
     scores = scores_of(hidden, head, targets, LossGradients(lambda *_: (noise[0], None)))
     with pytest.raises(RuntimeError, match="the loss of a token depends on the log-probs of other tokens"):
         (noise[1] * scores.logprobs_A).sum().backward()
-
-
-def test_a_loss_without_entropies_has_none_of_their_gradient() -> None:
-    found = gradients_of(LossGradients(lambda *_: (OF_LOGPROBS, None)), lambda lp, _: (OF_LOGPROBS * lp).sum())
-    twin = gradients_of(None, lambda lp, _: (OF_LOGPROBS * lp).sum())
-    for ours, plain in zip(found[:2], twin[:2], strict=True):
-        torch.testing.assert_close(ours, plain, atol=TOLERANCE, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("frozen", "products"), [("none", 3), ("head", 2), ("hidden", 2)])

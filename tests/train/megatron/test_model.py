@@ -30,7 +30,7 @@ from fovea.train.megatron.model import MegatronModel, skeleton
 from fovea.train.megatron.parallel import ParallelRank
 from fovea.train.megatron.sharded_logprobs import VocabularySlice, sharded_token_scores
 from fovea.train.packing import pack_row
-from tests.models.banned_ids import ACTIONS, BANNED, SCORE_TOLERANCE, VOCABULARY, inputs
+from tests.models.banned_ids import ACTIONS, BANNED, VOCABULARY, inputs
 from tests.rollout.drawing import generate, make_engine, seeded
 from tests.tiny_models import CPU, image, mixed_prompts, renderer, save, tiny, user
 from tests.train.megatron.equal_steps import settings_of
@@ -295,7 +295,7 @@ def test_one_slice_is_the_whole_vocabulary(loss_gradients: LossGradients | None,
     hidden, head, targets = inputs()
     expected = results(token_scores(hidden, head, targets, torch.tensor(BANNED), **SETTINGS), hidden, head)
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=SCORE_TOLERANCE, rtol=1e-4)
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=1e-4)
 
 
 def test_banned_ids_are_those_of_the_slice(whole: VocabularySlice) -> None:
