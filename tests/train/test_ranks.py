@@ -51,13 +51,13 @@ from tests.train.rank_policies import (
 EXPERTS, LORA = {"family": "qwen3_vl_moe"}, {"model": {"lora": {"rank": 4}}}
 RECOMPUTED = {"gradient_checkpointing": "full"}
 SETTINGS: dict[str, tuple[dict[str, object], dict[str, Any], int]] = {
-    "experts": (GRPO, EXPERTS, STEPS),
+    "experts": (GRPO, EXPERTS, 2),
     # a separate value model
-    "experts of ppo": (SEPARATE, {**EXPERTS, "model": {**UNFROZEN, "freeze_router": True}}, 2),
+    "experts of ppo": (SEPARATE, {**EXPERTS, "model": {**UNFROZEN, "freeze_router": True}}, 1),
     # adapters on attention; experts are frozen, recomputed in the backward pass, and send gradients through
-    "experts with lora": (GRPO, {**EXPERTS, **LORA, "train": RECOMPUTED}, 2),
+    "experts with lora": (GRPO, {**EXPERTS, **LORA, "train": RECOMPUTED}, 1),
     # layers of two kinds, whose decay and convolution are sharded with them
-    "delta nets": (GRPO, {"family": "qwen3_5", "train": RECOMPUTED}, 2),
+    "delta nets": (GRPO, {"family": "qwen3_5", "train": RECOMPUTED}, 1),
     "ppo, shared": (PPO, {}, 2),
     "ppo, separate": (SEPARATE, {}, 2),
     # whole on every rank, its features cached; gradient checkpointing of the decoder
