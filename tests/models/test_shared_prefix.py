@@ -28,8 +28,10 @@ LOGPROB_TOLERANCE = 1e-5
 """Log-probs near -6 in float32: rounding alone gives 2e-6, and more or less of it on another CPU."""
 
 
-@pytest.mark.parametrize("attention", ["merged", "varlen", "varlen_gathered", "sdpa", "eager"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+KERNELS: tuple[Kernel, ...] = ("merged", "varlen", "varlen_gathered", "sdpa", "eager")
+
+
+@pytest.mark.parametrize(("attention", "temperature"), [*((each, 0.7) for each in KERNELS), ("merged", 1.0)])
 def test_logprobs_and_gradients_equal_separate_rows(parts: TinyParts, temperature: float, attention: Kernel) -> None:
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
     expected = of_row(reference_logprobs, parts, prompts, completions, temperature)
