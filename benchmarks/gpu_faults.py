@@ -171,7 +171,7 @@ FAULTS = (
         file="fovea/models/head_gradients.py",
         before="torch.addmm(sum_WE, of_logits_WA, hidden_AE, out_dtype=torch.float32, out=sum_WE)",
         after="sum_WE.add_(of_logits_WA @ hidden_AE)",
-        tests="tests/models/test_head_gradients.py::test_on_a_gpu_products_of_chunks_are_added_by_the_product_itself",
+        tests="tests/models/test_token_logprobs.py::test_on_a_gpu_products_of_chunks_are_added_by_the_product_itself",
     ),
     Fault(
         name="segments of a GPU's memory do not grow",

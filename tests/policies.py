@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,21 +12,27 @@ from unittest import mock
 import numpy as np
 import torch
 
-from fovea.config.algorithm import Algorithm
+from fovea.advantages import with_advantages
+from fovea.config.algorithm import Algorithm, Critic, Gae
 from fovea.config.sections import Train
+from fovea.models.heads import ValueHead
+from fovea.models.modules import config_of
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.tiny import TinyParts
+from fovea.models.trainable import trainable_parameters, value_parameters
 from fovea.models.vlm import VLM
-from fovea.samples import replace_samples
+from fovea.samples import replace_samples, with_old_logprobs, with_values
+from fovea.train.adamw import AdamWSettings
 from fovea.train.microbatches import MicroBatcher, MicrobatchLimit
 from fovea.train.packing import MicroBatch
 from fovea.train.ranks import ALONE
 from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.passes import ValueFunction, ValueModel
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.update import TrainedPolicy
-from fovea.types import Batch, Metrics, Sample, SampleGroup
+from fovea.types import Batch, Metrics, Prompt, Sample, SampleGroup
 from tests.records import sample_of
-from tests.reference import reference_logprobs
+from tests.reference import gradients, reference_logprobs
 from tests.tiny_models import mixed_prompts, random_completions, tiny
 
 LENGTHS = ((5, 1, 7), (3, 9, 2), (4, 4, 6))
@@ -147,16 +154,22 @@ def make_batch(parts: TinyParts, seed: int = 0) -> Batch:
 def written_out_gradients(parts: TinyParts, batch: Batch) -> dict[str, torch.Tensor]:
     """Those of the token mean over the batch of -A exp(lp - sg(lp)), one row at a time through transformers."""
     loss = torch.zeros(())
-    for group in batch.groups:
-        for sample in group.samples:
-            logprobs = reference_logprobs(parts, group.prompt, sample.token_ids_T, temperature=0.9)
-            ratio = (logprobs - logprobs.detach()).exp()
-            assert sample.advantages_T is not None
-            loss = loss - (ratio * torch.from_numpy(sample.advantages_T)).sum()
+    for prompt, sample in pairs_of(batch):
+        logprobs = reference_logprobs(parts, prompt, sample.token_ids_T, temperature=0.9)
+        ratio = (logprobs - logprobs.detach()).exp()
+        loss = loss - (ratio * torch.from_numpy(sample.advantages_T)).sum()
     (loss / NUM_TOKENS).backward()
-    found = {f"network.{name}": p.grad.clone() for name, p in parts.network.named_parameters() if p.grad is not None}
-    parts.network.zero_grad()
-    return found
+    return policy_gradients(parts.network)
+
+
+def policy_gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients of a network by the names that its policy has for them; they are cleared."""
+    return {f"network.{name}": gradient for name, gradient in gradients(network).items()}
+
+
+def pairs_of(batch: Batch) -> list[tuple[Prompt, Sample]]:
+    """Each sample with its prompt."""
+    return [(group.prompt, sample) for group in batch.groups for sample in group.samples]
 
 
 def many_groups(number: int) -> Batch:
@@ -217,3 +230,44 @@ def batch_of(*, on_policy: bool) -> Batch:
         lambda sample: replace(sample, reference_logprobs_T=sample.rollout_logprobs_T + np.float32(rng.normal())),
     )
     return replace_samples(batch, lambda sample: replace(sample, old_logprobs_T=None)) if on_policy else batch
+
+
+GAE = Gae(gamma=0.99, gae_lambda=0.95, critic=Critic(value_clip=None))
+PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.0, advantage=GAE)
+
+
+def ppo_policy(
+    parts: TinyParts, *, separate: bool = False, detach_trunk: bool = False, algorithm: Algorithm = PPO, **train: object
+) -> TorchPolicy:
+    """With a value head that is not 0, so that values differ."""
+    torch.manual_seed(7)
+    settings = train_settings(**{"lr_warmup_steps": 0, **train})
+    width = config_of(parts.network).text_config.hidden_size
+    head = None if separate else ValueHead(width, detach_trunk=detach_trunk)
+    vlm = VLM(parts.network, parts.processor.banned_ids, value_head=head)
+    model = ValueModel(copy.deepcopy(vlm)) if separate else None
+    linear = (model.head if model is not None else vlm.value_head).linear  # type: ignore[union-attr]
+    torch.nn.init.normal_(linear.weight, std=0.1)
+    values = value_parameters(vlm) if model is None else trainable_parameters(model)
+    critic = AdamWSettings.of_run(settings, peak_rate=1e-2, max_steps=10)
+    return policy_on(
+        vlm, settings, algorithm, value_function=ValueFunction(optimizer=Optimizer(values, critic), model=model)
+    )
+
+
+def with_rewards(batch: Batch) -> Batch:
+    rewards = iter([1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    return replace_samples(batch, lambda sample: replace(sample, reward=next(rewards)))
+
+
+def logprobs_and_values(policy: TorchPolicy, batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Whichever trunk the value function has."""
+    if policy.value_function is not None and policy.value_function.model is not None:
+        return policy.logprobs(batch), policy.values(batch)
+    return policy.logprobs_and_values(batch)
+
+
+def scored(policy: TorchPolicy, batch: Batch, algorithm: Algorithm = PPO) -> Batch:
+    logprobs, values = logprobs_and_values(policy, batch)
+    batch = with_values(with_old_logprobs(with_rewards(batch), logprobs), values)
+    return with_advantages(batch, algorithm, 0.0)[0]

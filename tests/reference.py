@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,10 +12,17 @@ from torch import Tensor
 from transformers import SuppressTokensLogitsProcessor
 
 from fovea.models.families.qwen_vl import IMAGE_PAD
+from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.tiny import TinyParts
 from fovea.models.vision.attention import use_segment_attention
+from fovea.models.vlm import VLM
+from fovea.train.packing import pack_row
 from fovea.types import Prompt
+from fovea_gym.types import Message
+from tests.tiny_models import CPU, mixed_prompts, random_completions
 
+UNEQUAL = ((5, 1, 7), (3, 9), (4,))
+"""Lengths of the completions of `mixed_prompts` in a row."""
 OF_DECAY = re.compile(r"linear_attn\.(A_log|dt_bias|in_proj_a)")
 
 
@@ -29,6 +38,38 @@ def model_inputs(parts: TinyParts, prompt: Prompt, completion: np.ndarray) -> di
         inputs["image_grid_thw"] = torch.tensor([image.tensors["image_grid_thw"].tolist() for image in prompt.images])
         inputs["mm_token_type_ids"] = (ids == pad).int()
     return inputs
+
+
+def chat_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as transformers' chat templates take them."""
+
+    def content(part: object) -> dict[str, str]:
+        return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+
+    return [{"role": each.role, "name": each.tool, "content": list(map(content, each.parts))} for each in messages]
+
+
+def vlm_of(parts: TinyParts, **more: Any) -> VLM:
+    return VLM(parts.network, parts.processor.banned_ids, **more)
+
+
+def row_of(
+    parts: TinyParts, counts: Sequence[Sequence[int]] = UNEQUAL, prompts: Sequence[Prompt] | None = None
+) -> PackedRow:
+    """Random completions of these lengths in a packed row, of `mixed_prompts` or others."""
+    return pack_row(parts.processor.family, prompts or mixed_prompts(parts), random_completions(counts), CPU)
+
+
+def of_row(
+    score: Callable[..., Tensor],
+    parts: TinyParts,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[np.ndarray]],
+    *more: float,
+) -> Tensor:
+    """What a function of this module gives for each completion, in the order of a packed row."""
+    pairs = [(prompt, each) for prompt, group in zip(prompts, completions, strict=True) for each in group]
+    return torch.cat([score(parts, *pair, *more) for pair in pairs])
 
 
 def reference_logprobs(parts: TinyParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0) -> Tensor:

@@ -177,7 +177,7 @@ def test_returns_are_those_of_a_plain_loop_over_tokens() -> None:
 
 
 def test_gae_over_turns_by_hand() -> None:
-    """As in tests/algorithms/test_turn_gae.py: returns of .6425, 2.17 and 2; the discount is the algorithm's."""
+    """As in tests/algorithms/test_gae.py: returns of .6425, 2.17 and 2; the discount is the algorithm's."""
     values = floats(0.2, 0.4, 9, 9, 0.6)
     gae = {"name": "gae", "gamma": 0.5, "gae_lambda": 0.5, "turn_lambda": 0.5}
     settings = Algorithm.model_validate({"advantage": gae, "turn_discount": 0.9})

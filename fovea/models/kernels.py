@@ -1,6 +1,6 @@
 """RMSNorm, SwiGLU and patch embedding with fewer passes over memory than transformers' modules.
 
-`tests/models/shared_prefix/test_shared_prefix.py` compares the whole model with transformers',
+`tests/models/test_shared_prefix.py` compares the whole model with transformers',
 `tests/models/test_kernels.py` compares each layer.
 """
 

@@ -1,7 +1,8 @@
-"""Group estimators by hand, groups that say nothing, and the overlong penalty."""
+"""Group estimators by hand and as verl states them, the overlong penalty, and weights of completions."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +17,9 @@ from fovea.algorithms.advantage import (
     reinforce_plus_plus_baseline,
     rloo,
 )
+from fovea.algorithms.aggregation import Aggregation, sample_weights
+from fovea.algorithms.ratio import sequence_means, sequence_sums, spread
+from gym_tests.tables import table
 
 
 def whole_step(returns: torch.Tensor) -> torch.Tensor:
@@ -32,35 +36,33 @@ ESTIMATORS = [grpo, dr_grpo, rloo, whole_step, one_token_each]
 REWARDS = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 0.0]])
 
 
-def test_grpo_by_hand() -> None:
-    # row 0: mean 0.5, deviations -.5 .5 0, variance (.25 + .25) / 2 = .25, std .5
-    # row 1: mean 2/3, deviations 1/3 1/3 -2/3, variance (1/9 + 1/9 + 4/9) / 2 = 1/3, std .5773503
-    expected = torch.tensor([[-1.0, 1.0, 0.0], [0.577350, 0.577350, -1.154701]])
-    torch.testing.assert_close(grpo(REWARDS), expected, atol=1e-5, rtol=0)
-
-
-def test_dr_grpo_by_hand() -> None:
-    expected = torch.tensor([[-0.5, 0.5, 0.0], [1 / 3, 1 / 3, -2 / 3]])
-    torch.testing.assert_close(dr_grpo(REWARDS), expected)
-
-
-def test_rloo_by_hand() -> None:
-    # row 0: 0 - (1 + .5)/2, 1 - (0 + .5)/2, .5 - (0 + 1)/2; row 1: 1 - (1 + 0)/2 twice, 0 - (1 + 1)/2
-    torch.testing.assert_close(rloo(REWARDS), torch.tensor([[-0.75, 0.75, 0.0], [0.5, 0.5, -1.0]]))
-
-
-def test_reinforce_plus_plus_by_hand() -> None:
-    # mean 3.5/6 = 7/12; deviations in twelfths -7 5 -1 5 5 -7, squares 49+25+1+25+25+49 = 174;
-    # variance 174/144/5 = .2416667, std .4915960; -7/12 / std = -1.186611, 5/12 / std = .847579, -1/12 / std = -.169516
-    expected = torch.tensor([[-1.186611, 0.847579, -0.169516], [0.847579, 0.847579, -1.186611]])
-    torch.testing.assert_close(whole_step(REWARDS), expected, atol=1e-5, rtol=0)
-
-
-def test_reinforce_plus_plus_counts_actions_and_passes_over_the_rest() -> None:
-    # returns 1 1 and 0: mean 2/3, deviations 1/3 1/3 -2/3, variance (1/9 + 1/9 + 4/9) / 2 = 1/3, std .5773503
-    returns, mask = torch.tensor([[1.0, 1.0], [0.0, torch.nan]]), torch.tensor([[True, True], [True, False]])
-    expected = torch.tensor([[0.577350, 0.577350], [-1.154701, 0.0]])
-    torch.testing.assert_close(reinforce_plus_plus(returns, mask), expected, atol=1e-5, rtol=0)
+@table(
+    ("advantages", "expected"),
+    [
+        # row 0: mean 0.5, deviations -.5 .5 0, variance (.25 + .25) / 2 = .25, std .5
+        # row 1: mean 2/3, deviations 1/3 1/3 -2/3, variance (1/9 + 1/9 + 4/9) / 2 = 1/3, std .5773503
+        (grpo(REWARDS), [[-1.0, 1.0, 0.0], [0.577350, 0.577350, -1.154701]]),
+        (dr_grpo(REWARDS), [[-0.5, 0.5, 0.0], [1 / 3, 1 / 3, -2 / 3]]),
+        # row 0: 0 - (1 + .5)/2, 1 - (0 + .5)/2, .5 - (0 + 1)/2; row 1: 1 - (1 + 0)/2 twice, 0 - (1 + 1)/2
+        (rloo(REWARDS), [[-0.75, 0.75, 0.0], [0.5, 0.5, -1.0]]),
+        # mean 3.5/6 = 7/12; deviations in twelfths -7 5 -1 5 5 -7, squares 49+25+1+25+25+49 = 174; variance
+        # 174/144/5 = .2416667, std .4915960; -7/12 / std = -1.186611, 5/12 / std = .847579, -1/12 / std = -.169516
+        (whole_step(REWARDS), [[-1.186611, 0.847579, -0.169516], [0.847579, 0.847579, -1.186611]]),
+        # it counts actions and passes over the rest: returns 1 1 and 0, as the second row above
+        (
+            reinforce_plus_plus(
+                torch.tensor([[1.0, 1.0], [0.0, torch.nan]]), torch.tensor([[True, True], [True, False]])
+            ),
+            [[0.577350, 0.577350], [-1.154701, 0.0]],
+        ),
+        # it compares across groups: mean .5, deviations +-.4, variance 4 * .16 / 3, std .4618802
+        (whole_step(torch.tensor([[0.1, 0.1], [0.9, 0.9]])), [[-0.866024] * 2, [0.866024] * 2]),
+        # groups of 1: mean .625, deviations -+.375, variance 2 * .140625, std .5303301
+        (whole_step(torch.tensor([[0.25], [1.0]])), [[-0.707106], [0.707106]]),
+    ],
+)
+def test_advantages_by_hand(advantages: torch.Tensor, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(advantages, torch.tensor(expected), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -83,20 +85,13 @@ def test_an_equal_group_is_zero_beside_one_with_signal(estimator) -> None:  # ty
     assert (advantages[1] != 0).all()
 
 
-def test_reinforce_plus_plus_compares_across_groups() -> None:
-    advantages = whole_step(torch.tensor([[0.1, 0.1], [0.9, 0.9]]))
-    # mean .5, deviations +-.4, variance 4 * .16 / 3, std .4618802
-    torch.testing.assert_close(advantages, torch.tensor([[-0.866024] * 2, [0.866024] * 2]), atol=1e-5, rtol=0)
-
-
 def test_groups_of_one() -> None:
     rewards = torch.tensor([[0.25], [1.0]])
-    assert grpo(rewards).tolist() == [[0.25], [1.0]]
-    assert dr_grpo(rewards).tolist() == [[0.25], [1.0]]
+    assert grpo(rewards).tolist() == dr_grpo(rewards).tolist() == [[0.25], [1.0]]
     with pytest.raises(ValueError, match="groups of 1"):
         rloo(rewards)
-    # mean .625, deviations -+.375, variance 2 * .140625, std .5303301
-    torch.testing.assert_close(whole_step(rewards), torch.tensor([[-0.707106], [0.707106]]), atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="groups of 1 have no others: use 2 or more"):
+        one_token_each(rewards)
     assert whole_step(torch.tensor([[0.7]])).tolist() == [[0.0]]
 
 
@@ -131,11 +126,6 @@ def test_reinforce_plus_plus_baseline_is_verls() -> None:
     assert (ours[2] != 0).all(), "a silent group has its part in the mean of the step"
 
 
-def test_reinforce_plus_plus_baseline_needs_a_group() -> None:
-    with pytest.raises(ValueError, match="groups of 1 have no others: use 2 or more"):
-        reinforce_plus_plus_baseline(torch.ones(3, 1), torch.ones(3, 1, dtype=torch.long))
-
-
 @pytest.mark.parametrize("scale", [1e-20, 1e-7, 1.0, 1e6, 1e30])
 def test_equal_rewards_are_equal_at_any_scale(scale: float) -> None:
     """A few float32 roundings of 1e6 are more than 1e-6, and rewards of 1e-7 may differ by all they are."""
@@ -163,14 +153,78 @@ def test_normalised_advantages_do_not_depend_on_the_scale_of_rewards(scale: floa
     torch.testing.assert_close(first, second, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [
-        (0, 0.0),
-        (80, 0.0),  # 100 - 20: where the buffer begins
-        (85, -0.125),  # 5 of 20, times a half
-        (100, -0.5),  # at the limit the whole factor
-    ],
-)
+# 100 - 20 is where the buffer begins; 5 of 20, times a half; at the limit the whole factor
+@table(("length", "expected"), [(0, 0.0), (80, 0.0), (85, -0.125), (100, -0.5)])
 def test_overlong_penalty_by_hand(length: int, expected: float) -> None:
     assert overlong_penalty(length, max_tokens=100, buffer_tokens=20, factor=0.5) == pytest.approx(expected)
+
+
+MODES: list[Aggregation] = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", [1 / 4, 1 / 4, 1 / 4]),  # 1 + 0 + 3 actions
+        ("seq-mean-token-mean", [1 / 3, 1 / 3, 1 / 9]),  # 3 rows; the second has nothing to weigh
+        ("seq-mean-token-sum", [1 / 3, 1 / 3, 1 / 3]),
+        ("seq-mean-token-sum-norm", [1 / 30, 1 / 30, 1 / 30]),  # 3 rows of at most 10
+    ],
+)
+def test_weights_by_hand(mode: Aggregation, expected: list[float]) -> None:
+    assert sample_weights(mode, [1, 0, 3], max_response_tokens=10).tolist() == pytest.approx(expected)
+
+
+def padded(mode: Aggregation, losses_BT: np.ndarray, mask_BT: np.ndarray, longest: int) -> float:
+    """The four aggregations as they are written over a padded batch."""
+    sums_B, counts_B = (losses_BT * mask_BT).sum(1), mask_BT.sum(1)
+    if mode == "token-mean":
+        return float(sums_B.sum() / max(counts_B.sum(), 1))
+    if mode == "seq-mean-token-mean":
+        return float(np.mean([s / n if n else 0.0 for s, n in zip(sums_B, counts_B, strict=True)]))
+    if mode == "seq-mean-token-sum":
+        return float(sums_B.mean())
+    return float(sums_B.sum() / (len(sums_B) * longest))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=8), cut=st.integers(0, 8), seed=st.integers(0, 99))
+def test_weighted_sums_equal_the_padded_batch_for_any_split(
+    mode: Aggregation, lengths: list[int], cut: int, seed: int
+) -> None:
+    losses = np.random.default_rng(seed).normal(size=(len(lengths), 12))
+    mask = np.arange(12)[None] < np.array(lengths)[:, None]
+    weights = sample_weights(mode, lengths, max_response_tokens=12)
+    sums = [float(row[:n].sum()) for row, n in zip(losses, lengths, strict=True)]
+    products = [w * s for w, s in zip(weights.tolist(), sums, strict=True)]
+    assert sum(products[:cut]) + sum(products[cut:]) == pytest.approx(padded(mode, losses, mask, 12), abs=1e-12)
+
+
+def test_no_completions_and_no_actions_are_not_an_error() -> None:
+    for mode in MODES:
+        assert sample_weights(mode, [], max_response_tokens=4).tolist() == []
+        assert np.isfinite(sample_weights(mode, [0, 0], max_response_tokens=4)).all()
+
+
+def test_sums_means_and_spread_by_hand() -> None:
+    x, lengths = torch.tensor([1.0, 2.0, 3.0, 10.0]), [3, 0, 1]
+    assert sequence_sums(x, lengths).tolist() == [6.0, 0.0, 10.0]
+    assert sequence_means(x, lengths).tolist() == [2.0, 0.0, 10.0]
+    assert spread(torch.tensor([7.0, 8.0, 9.0]), lengths).tolist() == [7.0, 7.0, 7.0, 9.0]
+    assert sequence_sums(x[:0], []).tolist() == sequence_means(x[:0], []).tolist() == spread(x[:0], []).tolist() == []
+
+
+def test_sequence_helpers_have_gradients() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0, 10.0], requires_grad=True)
+    weights = torch.tensor([6.0, 5.0, 4.0])
+    (sequence_means(x, [3, 0, 1]) * weights).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0, 2.0, 4.0]
+    s = torch.tensor([7.0, 8.0, 9.0], requires_grad=True)
+    spread(s, [3, 0, 1]).sum().backward()
+    assert s.grad.tolist() == [3.0, 0.0, 1.0]
+
+
+def test_lengths_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(RuntimeError):
+        sequence_sums(torch.zeros(4), [3])

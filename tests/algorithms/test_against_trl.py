@@ -62,41 +62,30 @@ def gspo(lp: Tensor, old: Tensor, advantages: Tensor, dual_clip: float | None = 
     return gspo_loss(lp, old, advantages, FLAT, clip_low=LOW, clip_high=HIGH, dual_clip=dual_clip)
 
 
+CLIPPED = {"loss": CLIP, "mode": "token-mean", "loss_type": "dapo"}
+MEANS = {"mode": "seq-mean-token-mean", "loss_type": "grpo"}
+NORM = {"loss": CLIP, "mode": "seq-mean-token-sum-norm", "loss_type": "dr_grpo"}
+SEQUENCES = {**MEANS, "trainer": {"importance_sampling_level": "sequence"}}
+DUAL = partial(clipped_loss, clip_low=LOW, clip_high=HIGH, dual_clip=1.4)
+SAPO = partial(sapo_loss, temperature_positive=1.0, temperature_negative=1.05)
 CASES = {
-    "dapo": Case(loss=CLIP, mode="token-mean", loss_type="dapo"),
-    "grpo": Case(loss=CLIP, mode="seq-mean-token-mean", loss_type="grpo"),
-    "dr_grpo": Case(loss=CLIP, mode="seq-mean-token-sum-norm", loss_type="dr_grpo"),
-    "kl": Case(loss=CLIP, mode="token-mean", loss_type="dapo", trainer={"beta": BETA}),
-    "dual_clip": Case(
-        loss=partial(clipped_loss, clip_low=LOW, clip_high=HIGH, dual_clip=1.4),
-        mode="token-mean",
-        loss_type="dapo",
-        delta=1.4,  # TRL's name for it
-    ),
-    "gspo": Case(
-        loss=gspo, mode="seq-mean-token-mean", loss_type="grpo", trainer={"importance_sampling_level": "sequence"}
-    ),
-    "gspo_dual_clip": Case(
-        loss=partial(gspo, dual_clip=1.3),
-        mode="seq-mean-token-mean",
-        loss_type="grpo",
-        trainer={"importance_sampling_level": "sequence"},
-        delta=1.3,
-    ),
-    "dapo_masked": Case(loss=CLIP, mode="token-mean", loss_type="dapo", truncated=TRUNCATED),
-    "grpo_masked": Case(loss=CLIP, mode="seq-mean-token-mean", loss_type="grpo", truncated=TRUNCATED),
-    "dr_grpo_masked": Case(loss=CLIP, mode="seq-mean-token-sum-norm", loss_type="dr_grpo", truncated=TRUNCATED),
+    "dapo": Case(**CLIPPED),
+    "grpo": Case(loss=CLIP, **MEANS),
+    "dr_grpo": Case(**NORM),
+    "kl": Case(**CLIPPED, trainer={"beta": BETA}),
+    "dual_clip": Case(**{**CLIPPED, "loss": DUAL}, delta=1.4),  # TRL's name for it
+    "gspo": Case(loss=gspo, **SEQUENCES),
+    "gspo_dual_clip": Case(loss=partial(gspo, dual_clip=1.3), **SEQUENCES, delta=1.3),
+    "dapo_masked": Case(**CLIPPED, truncated=TRUNCATED),
+    "grpo_masked": Case(loss=CLIP, **MEANS, truncated=TRUNCATED),
+    "dr_grpo_masked": Case(**NORM, truncated=TRUNCATED),
     "cispo": Case(
         loss=partial(cispo_loss, clip_low=1.0, clip_high=HIGH),
         mode="token-mean",
         loss_type="cispo",
         trainer={"epsilon_high": 1 + HIGH},  # here TRL's bound is that of the weight itself, and the only one
     ),
-    "sapo": Case(
-        loss=partial(sapo_loss, temperature_positive=1.0, temperature_negative=1.05),
-        mode="seq-mean-token-mean",
-        loss_type="sapo",
-    ),
+    "sapo": Case(loss=SAPO, mode="seq-mean-token-mean", loss_type="sapo"),
 }
 
 
@@ -183,8 +172,8 @@ def trl_inputs(setup: Setup, truncated: Sequence[int]) -> dict[str, object]:
     prompts = [torch.from_numpy(prompt.token_ids_L) for prompt, _ in pairs]
     completions = [torch.from_numpy(ids) for _, ids in pairs]
     models = [model_inputs(setup.parts, prompt, ids[:0]) for prompt, ids in pairs]
-    kinds = [m["mm_token_type_ids"][0] if "mm_token_type_ids" in m else torch.zeros_like(ids, dtype=torch.int32)
-             for m, ids in zip(models, prompts, strict=True)]  # fmt: skip
+    images = [model for model in models if "pixel_values" in model]
+    kinds = [m.get("mm_token_type_ids", torch.zeros(1, len(x)).int())[0] for m, x in zip(models, prompts, strict=True)]
     completion_ids = padded(completions, left=False)
     counted = [torch.full_like(ids, number not in truncated) for number, ids in enumerate(completions)]
     return {
@@ -197,22 +186,18 @@ def trl_inputs(setup: Setup, truncated: Sequence[int]) -> dict[str, object]:
         "ref_per_token_logps": padded(setup.reference_A.split(FLAT), left=False),
         "num_items_in_batch": sum(row.sum() for row in counted),
         "num_images": [len(prompt.images) for prompt, _ in pairs],
-        "pixel_values": torch.cat([m["pixel_values"] for m in models if "pixel_values" in m]),
-        "image_grid_thw": torch.cat([m["image_grid_thw"] for m in models if "image_grid_thw" in m]),
+        **{name: torch.cat([model[name] for model in images]) for name in ("pixel_values", "image_grid_thw")},
         "mm_token_type_ids": torch.cat([padded(kinds, left=True), torch.zeros_like(completion_ids).int()], dim=1),
     }
 
 
 def weights_of(case: Case) -> list[float]:
     """The weights that the samples of a step carry."""
-    episodes = [
-        one_turn(
-            Task(id="0", question="q", answer="a"),
-            completion_of(range(length), finish="length" if number in case.truncated else "stop"),
-            Score(reward=number, accuracy=0),
-        )
-        for number, length in enumerate(FLAT)
-    ]
+    episodes = []
+    for number, length in enumerate(FLAT):
+        completion = completion_of(range(length), finish="length" if number in case.truncated else "stop")
+        task = Task(id="0", question="q", answer="a")
+        episodes.append(one_turn(task, completion, Score(reward=number, accuracy=0)))
     groups = [Group(prompt=PROMPT, episodes=tuple(episodes[start : start + 2])) for start in range(0, len(FLAT), 2)]
     algorithm = Algorithm(aggregation=case.mode, mask_truncated=bool(case.truncated))
     batch, _ = make_batch(groups, algorithm, max_new_tokens=MAX_TOKENS)

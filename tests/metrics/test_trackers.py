@@ -35,6 +35,7 @@ from fovea.metrics.trackers import TrackedRun, TrackerSink
 from fovea.utils.installing import pip_install
 from fovea.wiring.outputs import chosen_trackers, make_trackers
 from fovea_gym.errors import FoveaError, MissingExtraError
+from gym_tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 LOGS: Mapping[str, Mapping[str, object]] = {
@@ -200,9 +201,8 @@ def read_swanlab() -> Seen:
                     seen.rewards.append((record.scalar.step, record.scalar.value.number))
             elif record.HasField("media"):
                 for item in record.media.value.items:
-                    seen.images[record.media.step].append(
-                        decoded((path.parent / "media/image" / item.filename).read_bytes())
-                    )
+                    picture = path.parent / "media/image" / item.filename
+                    seen.images[record.media.step].append(decoded(picture.read_bytes()))
                     seen.captions[record.media.step].append(item.caption)
         if (config := path.parent / "files/config.yaml").exists():
             seen.settings |= {key: entry["value"] for key, entry in yaml.safe_load(config.read_text()).items()}
@@ -254,15 +254,11 @@ def rename_table(old: str, new: str) -> None:
 
 
 def test_an_mlflow_that_fails_is_warned_of_once_and_gets_the_steps_when_it_works_again() -> None:
-    now = [0.0]
-    warnings = list[str]()
-    folder = Path("run").resolve()
+    now, warnings, folder = [0.0], list[str](), Path("run").resolve()
     (chosen,) = chosen_trackers(config_of(**LOGS["mlflow"]).log)
     run = TrackedRun(folder / "mlflow_run.json", goes_on=False)
-    connect, settings = partial(chosen.connect, folder, run), {"seed": 0}
-    sink = TrackerSink(
-        folder, chosen.setting, run, connect, settings=settings, warn=warnings.append, clock=lambda: now[0]
-    )
+    given: Any = {"settings": {"seed": 0}, "warn": warnings.append, "clock": lambda: now[0]}
+    sink = TrackerSink(folder, chosen.setting, run, partial(chosen.connect, folder, run), **given)
     with MetricsLog([JsonlSink(folder)], [sink]) as log:
         log.write(1, {"reward": 1 / 8})
         rename_table("metrics", "gone")
@@ -293,9 +289,8 @@ def test_a_server_that_is_gone_ends_a_new_run_at_once_and_no_resumed_one(monkeyp
 def test_an_mlflow_without_the_run_that_goes_on_says_so(empty_database: Path) -> None:
     log_steps("mlflow", [1])
     Path("mlflow.db").write_bytes(empty_database.read_bytes())
-    importlib.import_module(
-        "mlflow.tracking._tracking_service.utils"
-    )._tracking_store_registry._get_store_with_resolved_uri.cache_clear()
+    stores = importlib.import_module("mlflow.tracking._tracking_service.utils")._tracking_store_registry
+    stores._get_store_with_resolved_uri.cache_clear()
     (warning,) = log_steps("mlflow", [2], resume_step=1)
     assert "set MLFLOW_TRACKING_URI as before, or delete mlflow_run.json" in warning
 
@@ -321,9 +316,8 @@ def test_a_tracker_that_takes_its_time_to_fail_is_tried_less_often() -> None:
         now[0] += 30
         raise TimeoutError("no answer")
 
-    sink = TrackerSink(
-        Path("run"), "slow", TrackedRun(None, goes_on=False), connect, settings={}, warn=print, clock=lambda: now[0]
-    )
+    run, given = TrackedRun(None, goes_on=False), {"settings": {}, "warn": print, "clock": lambda: now[0]}
+    sink = TrackerSink(Path("run"), "slow", run, connect, **given)
     for step in range(1, 61):
         sink.write(step, {"reward": 0.0})
         now[0] += 10
@@ -339,18 +333,12 @@ def test_a_run_that_goes_back_to_a_named_checkpoint_has_a_curve_of_its_own() -> 
     assert TrackedRun(file, goes_on=False).last_step == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "plain"),
-    [
-        *((name, name) for name in ("accuracy/dev/count", "response tokens 1.5", "farbe/grün")),
-        ("a/what?", "a/what__"),
-        ("a/../../b", "b_"),
-        ("../x", "x_"),
-        ("///", "__"),
-        (".hidden/", "hidden_"),
-        ("x" * 300, "x" * 240 + "_"),
-    ],
-)
+CHANGED_NAMES = {"a/what?": "a/what__", "a/../../b": "b_", "../x": "x_", "///": "__", ".hidden/": "hidden_"}
+CHANGED_NAMES["x" * 300] = "x" * 240 + "_"
+KEPT_NAMES = {name: name for name in ("accuracy/dev/count", "response tokens 1.5", "farbe/grün")}
+
+
+@table(("name", "plain"), (KEPT_NAMES | CHANGED_NAMES).items())
 def test_names_that_trackers_refuse_are_replaced_and_stay_apart(name: str, plain: str) -> None:
     made = plain_name(name)
     assert made == plain if plain == name else (made.startswith(plain) and len(made) == len(plain) + 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,11 +21,10 @@ from fovea.models.plain import PlainVLM
 from fovea.models.rope import Rope
 from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.models.vlm import VLM
-from fovea.train.packing import pack_row
 from fovea_gym.errors import ConfigError
-from tests.reference import gradients, largest_relative_difference, reference_logprobs
+from tests.reference import gradients, largest_relative_difference, of_row, reference_logprobs, row_of, vlm_of
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, seeded
-from tests.tiny_models import CPU, image, random_completions, renderer, tiny, user, with_dense_layer
+from tests.tiny_models import image, random_completions, renderer, tiny, user, with_dense_layer
 
 WIDTH, NUM_EXPERTS, PER_TOKEN = 24, 8, 3
 TOLERANCE = 1e-5
@@ -55,10 +55,10 @@ def experts_of(module: Any) -> Experts:
 
 def test_sizes_that_the_grouped_product_refuses_are_named() -> None:
     parts = tiny("qwen3_vl_moe", intermediate_size=90)
-    row = pack_row(parts.processor.family, [renderer(parts).prompt(user("x"))], random_completions([(3,)]), CPU)
+    row = row_of(parts, [(3,)], [renderer(parts).prompt(user("x"))])
     message = r"hidden_size=64 and moe_intermediate_size=90 in torch\.float32: .* a multiple of 16 bytes; choose"
     with pytest.raises(ModelError, match=message):
-        VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100)
+        vlm_of(parts)(row, temperature=1.0, chunk_tokens=100)
 
 
 def grouped(experts: Experts, x_NE: Tensor) -> Tensor:
@@ -98,44 +98,36 @@ def test_bfloat16_chooses_as_transformers_and_rounds_no_more(run: Run) -> None:
         assert torch.equal(ours_NK, expert_NK)
         assert torch.equal(weight_NK, theirs_NK)
         wanted = exact.experts(x_NE.float(), expert_NK, theirs_NK.float())
-        errors = [
-            (out.float() - wanted).norm()
-            for out in (run(experts_of(module), x_NE), module.experts(x_NE, expert_NK, theirs_NK))
-        ]
+        outs = run(experts_of(module), x_NE), module.experts(x_NE, expert_NK, theirs_NK)
+        errors = [(out.float() - wanted).norm() for out in outs]
     assert errors[0] < 1.2 * errors[1]
 
 
 def test_a_model_with_an_mlp_for_all_tokens_in_one_layer_is_transformers() -> None:
     """As `mlp_only_layers` says: log-probs and gradients of packed rows with no, one and three images, and drawing."""
     parts = with_dense_layer(tiny("qwen3_vl_moe", num_experts=6, experts_per_token=3))
-    render = renderer(parts)
-    prompts = [
-        render.prompt(user("How many?")),
-        render.prompt(user(image(1), "How many?")),
-        render.prompt(user(image(1), image(2, 64, 48), "and", image(3, 48, 96), "?")),
+    chats = [
+        user("How many?"),
+        user(image(1), "How many?"),
+        user(image(1), image(2, 64, 48), "and", image(3, 48, 96), "?"),
     ]
-    completions = random_completions([(5, 3), (4, 1), (6,)])
-    expected = torch.cat(
-        [reference_logprobs(parts, p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
-    )
+    prompts, counts = list(map(renderer(parts).prompt, chats)), [(5, 3), (4, 1), (6,)]
+    expected = of_row(reference_logprobs, parts, prompts, random_completions(counts))
     expected.sum().backward()
     expected_gradients = gradients(parts.network)
     assert "model.language_model.layers.1.mlp.up_proj.weight" in expected_gradients
     for make in (VLM, PlainVLM):
         vlm = make(parts.network, parts.processor.banned_ids)
-        row = pack_row(parts.processor.family, prompts, completions, CPU)
-        found = vlm(row, temperature=1.0, chunk_tokens=100).logprobs_A
+        found = vlm(row_of(parts, counts, prompts), temperature=1.0, chunk_tokens=100).logprobs_A
         found.sum().backward()
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
         assert largest_relative_difference(expected_gradients, gradients(parts.network)) < TOLERANCE
     for cache in ("dense", "paged"):
-        for prompt, group in zip(
-            prompts, generate(make_engine(parts, cache=cache), prompts, seeded(3, max_new_tokens=8), n=3), strict=True
-        ):
-            for sampled in group:
-                with torch.no_grad():
-                    theirs = reference_logprobs(parts, prompt, sampled.token_ids_T)
-                torch.testing.assert_close(torch.from_numpy(sampled.logprobs_T), theirs, atol=LOGPROB_TOLERANCE, rtol=0)
+        groups = generate(make_engine(parts, cache=cache), prompts, seeded(3, max_new_tokens=8), n=3)
+        with torch.no_grad():
+            theirs = of_row(reference_logprobs, parts, prompts, [[x.token_ids_T for x in group] for group in groups])
+        ours = torch.from_numpy(np.concatenate([x.logprobs_T for group in groups for x in group]))
+        torch.testing.assert_close(ours, theirs, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
 def test_a_frozen_router_keeps_its_weights_and_sends_its_gradient_on() -> None:
@@ -147,9 +139,8 @@ def test_a_frozen_router_keeps_its_weights_and_sends_its_gradient_on() -> None:
 
 
 def test_a_router_that_is_not_there_cannot_be_frozen() -> None:
-    with pytest.raises(
-        ConfigError, match=r"model\.freeze_router=true, but a qwen3_vl has no experts .* remove the setting"
-    ):
+    refused = r"model\.freeze_router=true, but a qwen3_vl has no experts .* remove the setting"
+    with pytest.raises(ConfigError, match=refused):
         choose_trainable(tiny("qwen3_vl").network, Model(tiny=TinyModel(), freeze_router=True), seed=0)
 
 

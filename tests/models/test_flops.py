@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -22,8 +23,10 @@ from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable
 from fovea.types import Prompt
+from fovea_tools.families.tiny import KINDS, save_tiny_kind
+from tests.hub_models import CHATS, Loaded, needs_image_processors
 from tests.reference import model_inputs
-from tests.tiny_models import FAMILIES, image, renderer, tiny, user, with_dense_layer
+from tests.tiny_models import CORPUS, FAMILIES, image, renderer, tiny, user, with_dense_layer
 
 COMPLETION = np.arange(3, 14)
 NOT_COUNTED = ("rotary_emb", "rotary_pos_emb")
@@ -62,12 +65,8 @@ def counted(parts: TinyParts, prompt: Prompt, *, backward: bool = False) -> int:
         logits = parts.network(**inputs, use_cache=False).logits
         if backward:
             logits.sum().backward()
-    positions = sum(
-        sum(operations.values())
-        for name, operations in counter.get_flop_counts().items()
-        if name.rsplit(".", 1)[-1] in NOT_COUNTED
-    )
-    return counter.get_total_flops() - positions
+    counts = {name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()}
+    return counter.get_total_flops() - sum(n for name, n in counts.items() if name.rsplit(".", 1)[-1] in NOT_COUNTED)
 
 
 def no_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: object) -> tuple[Tensor, None]:
@@ -98,80 +97,65 @@ def expected(parts: TinyParts, prompt: Prompt, passes: Passes) -> float:
     return passes.linear * linear + passes.attention * tokens**2 * work.pair + work.images(prompt.images, passes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_forward_pass_is_what_torch_counts(family: str) -> None:
-    parts = eager(odd_model(family))
-    prompt = pictures(parts)
+@pytest.fixture(params=FAMILIES)
+def odd(request: pytest.FixtureRequest) -> TinyParts:
+    return eager(odd_model(request.param))
+
+
+def test_the_forward_pass_is_what_torch_counts(odd: TinyParts) -> None:
+    prompt, passes = pictures(odd), Passes(linear=1, attention=1, vision=1, vision_attention=1)
     with torch.no_grad():
-        assert counted(parts, prompt) == expected(
-            parts, prompt, Passes(linear=1, attention=1, vision=1, vision_attention=1)
-        )
+        assert counted(odd, prompt) == expected(odd, prompt, passes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_training_pass_is_three_forward_passes(family: str) -> None:
+def test_a_training_pass_is_three_forward_passes(odd: TinyParts) -> None:
     """But for the pixels, of which nobody wants a gradient."""
-    parts = eager(odd_model(family))
-    prompt = pictures(parts)
-    passes = training_passes(lora=False, trains_vision=True, features_cached=False)
-    of_pixels = (
-        2
-        * weights(parts, "model.visual.patch_embed.proj.weight")
-        * sum(len(picture.tensors["pixel_values"]) for picture in prompt.images)
-    )
-    found = counted(parts, prompt, backward=True)
-    assert found == expected(parts, prompt, passes) - of_pixels
+    prompt, passes = pictures(odd), training_passes(lora=False, trains_vision=True, features_cached=False)
+    patches = sum(len(picture.tensors["pixel_values"]) for picture in prompt.images)
+    of_pixels = 2 * weights(odd, "model.visual.patch_embed.proj.weight") * patches
+    assert counted(odd, prompt, backward=True) == expected(odd, prompt, passes) - of_pixels
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_frozen_tower_runs_forward_once(family: str) -> None:
-    parts = eager(odd_model(family))
-    choose_trainable(parts.network, Model(tiny=TinyModel(), freeze_vision_tower=True), seed=0)
-    prompt = pictures(parts)
-    passes = training_passes(lora=False, trains_vision=False, features_cached=False)
+def test_a_frozen_tower_runs_forward_once(odd: TinyParts) -> None:
+    choose_trainable(odd.network, Model(tiny=TinyModel(), freeze_vision_tower=True), seed=0)
+    prompt, passes = pictures(odd), training_passes(lora=False, trains_vision=False, features_cached=False)
     assert passes.vision == 1
-    assert counted(parts, prompt, backward=True) == expected(parts, prompt, passes)
+    assert counted(odd, prompt, backward=True) == expected(odd, prompt, passes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lora_saves_the_weight_gradients(family: str) -> None:
+def test_lora_saves_the_weight_gradients(odd: TinyParts) -> None:
     """Torch counts the adapters on top, and leaves out input gradients that end at the frozen embeddings."""
-    parts = eager(odd_model(family))
-    choose_trainable(parts.network, Model(tiny=TinyModel(), lora=Lora(rank=2)), seed=0)
-    prompt = pictures(parts)
-    passes = training_passes(lora=True, trains_vision=False, features_cached=False)
+    choose_trainable(odd.network, Model(tiny=TinyModel(), lora=Lora(rank=2)), seed=0)
+    prompt, passes = pictures(odd), training_passes(lora=True, trains_vision=False, features_cached=False)
     tokens = prompt.num_tokens + len(COMPLETION)
-    adapters = sum(p.numel() for name, p in parts.network.named_parameters() if ".lora_" in name)
+    adapters = sum(p.numel() for name, p in odd.network.named_parameters() if ".lora_" in name)
     names = ["linear_attn.in_proj_" + name for name in ("qkv", "z", "b", "a")]
-    names = names if family in ("qwen3_5", "qwen3_5_moe") else [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
+    is_delta = odd.network.config.model_type in ("qwen3_5", "qwen3_5_moe")
+    names = names if is_delta else [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
     first = [f"model.language_model.layers.0.{name}" for name in names]
-    base = sum(weights(parts, f"{name}.base_layer.weight") for name in first)
-    down = sum(weights(parts, f"{name}.lora_A.default.weight") for name in first)
-    found = counted(parts, prompt, backward=True)
-    assert found == expected(parts, prompt, passes) + 2 * tokens * (3 * adapters - down - base)
+    frozen = sum(weights(odd, f"{name}.{of}.weight") for name in first for of in ("base_layer", "lora_A.default"))
+    found = counted(odd, prompt, backward=True)
+    assert found == expected(odd, prompt, passes) + 2 * tokens * (3 * adapters - frozen)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lora_saves_the_weight_gradients_of_the_vision_tower_too(family: str) -> None:
+def test_lora_saves_the_weight_gradients_of_the_vision_tower_too(odd: TinyParts) -> None:
     """Torch counts the adapters on top, and leaves out input gradients that end at the frozen patch embedding."""
-    parts = eager(odd_model(family))
     lora = Lora(rank=2, parts=("language_model", "vision_tower", "projector"))
-    choose_trainable(parts.network, Model(tiny=TinyModel(), lora=lora), seed=0)
-    prompt = pictures(parts)
-    passes = training_passes(lora=True, trains_vision=True, features_cached=False)
+    choose_trainable(odd.network, Model(tiny=TinyModel(), lora=lora), seed=0)
+    prompt, passes = pictures(odd), training_passes(lora=True, trains_vision=True, features_cached=False)
     tokens, patches = prompt.num_tokens + len(COMPLETION), sum(len(x.tensors["pixel_values"]) for x in prompt.images)
     merged = sum(picture.num_tokens for picture in prompt.images)
     rows = {"language_model": tokens, "merger": merged, "deepstack_merger_list": merged, "blocks": patches}
     adapters = sum(
         next(number for part, number in rows.items() if f".{part}." in name) * parameter.numel()
-        for name, parameter in parts.network.named_parameters()
+        for name, parameter in odd.network.named_parameters()
         if ".lora_" in name
     )
     first = "model.visual.blocks.0.attn.qkv"
     frozen = ("model.visual.patch_embed.proj.weight", f"{first}.base_layer.weight", f"{first}.lora_A.default.weight")
-    no_gradient = patches * sum(weights(parts, name) for name in frozen)
-    found = counted(parts, prompt, backward=True)
-    assert found == expected(parts, prompt, passes) + 2 * (3 * adapters - no_gradient)
+    no_gradient = patches * sum(weights(odd, name) for name in frozen)
+    found = counted(odd, prompt, backward=True)
+    assert found == expected(odd, prompt, passes) + 2 * (3 * adapters - no_gradient)
 
 
 @pytest.mark.parametrize("lengths", [[7], [1, 1], [4, 9, 1, 6]])
@@ -213,3 +197,28 @@ def test_the_delta_rule_has_gradients_on_both_sides_also_under_lora(family: str)
     without = replace(work, rule=0.0)
     assert work.prompt(7, [], passes) - without.prompt(7, [], passes) == 3 * 7 * work.rule
     assert work.completion(7, 5, passes) - without.completion(7, 5, passes) == 3 * 6 * work.rule
+
+
+CLASS_TOKENS = {"internvl", "vipllava"}
+"""Types whose tower has a token besides the patches of a tile, 36 here."""
+
+
+# Gemma 4 has matrices outside its layers, and its tower computes padding
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"gemma4"}))
+@needs_image_processors
+def test_a_hub_models_forward_pass_is_what_torch_counts(kind: str, tmp_path: Path) -> None:
+    """With every score of attention computed, and experts one by one."""
+    loaded = Loaded.of(save_tiny_kind(kind, tmp_path, CORPUS))
+    loaded.network.set_attn_implementation("eager")
+    loaded.network.set_experts_implementation("eager")
+    prompt, family = loaded.prompts[1], loaded.processor.family
+    given = {name: torch.as_tensor(x) for name, x in loaded.inputs(CHATS[1]).items()}
+    with torch.no_grad(), FlopCounterMode(display=False, depth=10) as counter:
+        loaded.network(**given, use_cache=False)
+    counts = {name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()}
+    of = type(loaded.network).__name__
+    vision = sum(counts.get(f"{of}.{path}", 0) for path in family.vision_paths)
+    positions = sum(count for name, count in counts.items() if name.rsplit(".", 1)[-1] in NOT_COUNTED)
+    work, tokens = family.work, prompt.num_tokens
+    assert counts[f"{of}.{family.language_path}"] - positions == tokens * work.token + tokens**2 * work.pair
+    assert work.images(prompt.images) == pytest.approx(vision, rel=0.03 if kind in CLASS_TOKENS else 1e-12)

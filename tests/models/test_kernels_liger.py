@@ -40,12 +40,8 @@ def assert_same(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *inp
 
 def test_rms_norm(liger: ModuleType) -> None:
     x, weight = torch.randn(TOKENS, WIDTH, device="cuda"), torch.randn(WIDTH, device="cuda")
-    assert_same(
-        lambda x, weight: liger.rms_norm(x, weight, 1e-6),
-        lambda x, weight: F.rms_norm(x, (WIDTH,), weight, 1e-6),
-        x,
-        weight,
-    )
+    theirs = lambda x, weight: F.rms_norm(x, (WIDTH,), weight, 1e-6)  # noqa: E731
+    assert_same(lambda x, weight: liger.rms_norm(x, weight, 1e-6), theirs, x, weight)
 
 
 def test_silu_times(liger: ModuleType) -> None:
@@ -57,9 +53,7 @@ def test_rotary_positions(liger: ModuleType) -> None:
     query, key = torch.randn(2, ROWS, HEADS, TOKENS, WIDTH, device="cuda").unbind()
     angles = torch.randn(ROWS, TOKENS, WIDTH // 2, device="cuda").repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
-    assert_same(
-        lambda q, k: torch.cat(liger.rotate(q, k, cos, sin)),
-        lambda q, k: torch.cat(apply_rotary_pos_emb(q, k, cos, sin)),
-        query,
-        key,
+    ours, theirs = (
+        lambda q, k, turn=turn: torch.cat(turn(q, k, cos, sin)) for turn in (liger.rotate, apply_rotary_pos_emb)
     )
+    assert_same(ours, theirs, query, key)

@@ -1,8 +1,11 @@
-"""LoRA by peft: what is adapted, what the merge gives, what the adapters switched off give."""
+"""What is trained: LoRA by peft, its folders as the start, frozen parts, and their gradients."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +13,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
+from fovea.commands.targets import CheckpointTarget, ModelTarget, OpenedModel, open_checkpoint, open_model, parse_target
+from fovea.config.loading import dump_config
 from fovea.config.model import Lora, Model, TinyModel
+from fovea.config.run import Config
+from fovea.errors import ModelError
+from fovea.models.adapter_files import ADAPTER_WEIGHTS
 from fovea.models.modules import projector_modules
 from fovea.models.plain import PlainVLM
 from fovea.models.recompute import Recompute, recompute_activations
@@ -21,6 +30,7 @@ from fovea.models.trainable import (
     adapters_off,
     choose_trainable,
     count_parameters,
+    factored_weights,
     lora_layers,
     merged_weights,
     part_of,
@@ -28,16 +38,21 @@ from fovea.models.trainable import (
 )
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
+from fovea.train.torch.policy import make_policy
+from fovea.wiring.model import make_vlm, open_vlm
 from fovea_gym.errors import ConfigError, FoveaError
 from fovea_tools.families.tiny import save_tiny_kind
+from tests.adapters import OTHER_NAMES, rename_tensors, save_adapter
 from tests.hub_models import Loaded, needs_image_processors
-from tests.reference import gradients, largest_relative_difference, reference_logprobs
-from tests.tiny_models import CORPUS, CPU, mixed_prompts, packed_logprobs, random_completions, tiny
+from tests.policies import make_batch, weights_of
+from tests.reference import gradients, largest_relative_difference, of_row, reference_logprobs, row_of, vlm_of
+from tests.saved import save_policy
+from tests.tiny_models import CORPUS, CPU, mixed_prompts, packed_logprobs, random_completions, save, tiny
 
+COUNTS = ((4, 6), (3,), (5,))
+VISION = ("vision_tower", "projector")
 on_parts = pytest.mark.parametrize(
-    "adapted_parts",
-    [["language_model"], ["language_model", "vision_tower", "projector"]],
-    ids=["language model", "everywhere"],
+    "adapted_parts", [["language_model"], [*VISION, "language_model"]], ids=["language model", "everywhere"]
 )
 
 
@@ -69,23 +84,18 @@ def test_targets_that_match_nothing_are_refused(name: str, parts: TinyParts) -> 
 def test_adapters_on_vision_are_on_all_of_its_linear_layers(parts: TinyParts) -> None:
     """Those of the tower, of its projector, or both; nothing else is trained."""
     family = parts.processor.family
-    linears = {
-        part: {
-            name
-            for name, module in parts.network.named_modules()
-            if isinstance(module, torch.nn.Linear) and part_of(name, family) == part.replace("_", " ")
-        }
-        for part in ("vision_tower", "projector")
+    of_part = {
+        part: {name for name in linears(parts) if part_of(name, family) == part.replace("_", " ")} for part in VISION
     }
-    assert all(linears.values())
-    for chosen in (["vision_tower"], ["projector"], [*linears]):
-        again = with_lora(tiny(family.model_type), parts=chosen)
-        assert adapted(again) == set().union(*(linears[part] for part in chosen))
-        assert all(".lora_" in name for name in trainable_parameters(again.network))
+    assert all(of_part.values())
+    for chosen in (*map(list, zip(VISION, strict=True)), [*VISION]):
+        again = with_lora(tiny(family.model_type), parts=chosen).network
+        assert set(lora_layers(again)) == set().union(*(of_part[part] for part in chosen))
+        assert all(".lora_" in name for name in trainable_parameters(again))
 
 
 def test_a_frozen_tower_has_no_adapters() -> None:
-    with pytest.raises(ValidationError, match="model\.freeze_vision_tower=true, but model\.lora\.parts"):
+    with pytest.raises(ValidationError, match=r"model\.freeze_vision_tower=true, but model\.lora\.parts"):
         Model(tiny=TinyModel(), freeze_vision_tower=True, lora=Lora(parts=("vision_tower",)))
 
 
@@ -123,9 +133,8 @@ def test_equal_to_peft_as_its_users_call_it(adapted_parts: list[str], parts: Tin
     with_lora(parts, rank=4, alpha=12, parts=adapted_parts)
     expected = packed_logprobs(parts)
     plain = tiny(str(parts.network.config.model_type))
-    names = [name for name, module in plain.network.named_modules() if isinstance(module, torch.nn.Linear)]
     where = ("language_model", "visual") if len(adapted_parts) > 1 else ("language_model",)
-    targets = [name for name in names if any(each in name for each in where)]
+    targets = [name for name in linears(parts) if any(each in name for each in where)]
     wrapped = get_peft_model(plain.network, LoraConfig(r=4, lora_alpha=12, target_modules=targets))
     theirs = dict(wrapped.base_model.model.named_parameters())
     with torch.no_grad():
@@ -138,24 +147,21 @@ def test_the_table_adds_up(parts: TinyParts) -> None:
     with_lora(parts, rank=4)
     rows = {row.part: row for row in count_parameters(parts.network)}
     assert rows["all"].total == sum(p.numel() for p in parts.network.parameters())
-    assert (
-        rows["all"].trainable
-        == rows["LoRA adapters"].total
-        == sum(p.numel() for p in trainable_parameters(parts.network).values())
-    )
+    trained = sum(p.numel() for p in trainable_parameters(parts.network).values())
+    assert rows["all"].trainable == rows["LoRA adapters"].total == trained
     assert rows["vision tower"].trainable == 0
 
 
-def adapted(parts: TinyParts) -> set[str]:
-    return set(lora_layers(parts.network))
+def linears(parts: TinyParts) -> list[str]:
+    """Names of the linear layers of a model like this one without adapters."""
+    network = tiny(parts.network.config.model_type).network
+    return [name for name, module in network.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
 def test_all_linear_is_every_linear_layer_of_the_language_model(parts: TinyParts) -> None:
     """As peft's own: all but the head."""
     with_lora(parts, rank=2, targets="all-linear")
-    linears = {name for name, module in tiny(parts.network.config.model_type).network.named_modules()
-               if isinstance(module, torch.nn.Linear)}  # fmt: skip
-    assert adapted(parts) == {name for name in linears if "language_model" in name}
+    assert set(lora_layers(parts.network)) == {name for name in linears(parts) if "language_model" in name}
 
 
 @pytest.mark.parametrize(
@@ -167,11 +173,8 @@ def test_all_linear_is_every_linear_layer_of_the_language_model(parts: TinyParts
     ],
 )
 def test_exclude_takes_regular_expressions(exclude: object, left_out: str) -> None:
-    all_of_them, some = tiny("qwen3_vl"), tiny("qwen3_vl")
-    with_lora(all_of_them)
-    with_lora(some, exclude=exclude)
-    assert adapted(some) < adapted(all_of_them)
-    assert adapted(some) == {name for name in adapted(all_of_them) if not re.search(left_out, name)}
+    every, some = (set(lora_layers(with_lora(tiny("qwen3_vl"), **more).network)) for more in ({}, {"exclude": exclude}))
+    assert some == {name for name in every if not re.search(left_out, name)} < every
 
 
 def test_an_exclusion_that_excludes_nothing_is_refused(parts: TinyParts) -> None:
@@ -200,7 +203,7 @@ def test_dropout_is_pefts_and_of_updates_alone(checkpointing: Recompute) -> None
         with_lora(parts, rank=4, dropout=0.0 if parts is without else 0.3)
     recompute_activations(ours.network, checkpointing)
     torch.testing.assert_close(packed_logprobs(ours), packed_logprobs(without), atol=1e-6, rtol=0)
-    row = pack_row(ours.processor.family, mixed_prompts(ours), random_completions([(4, 6), (3,), (5,)]), CPU)
+    row = row_of(ours, COUNTS)
     found = []
     for parts, kind in ((ours, VLM), (theirs, PlainVLM)):
         model = kind(parts.network, parts.processor.banned_ids).train()
@@ -222,12 +225,9 @@ def test_a_group_shares_the_mask_of_its_prompt() -> None:
     ids = random_completions([(4,)])[0][0]
     other = np.append(ids[:-1], ids[-1] + 1)
     row = pack_row(parts.processor.family, mixed_prompts(parts)[:1], [[ids, other]], CPU)
+    vlm = vlm_of(parts).train()
     with torch.no_grad():
-        first, second = (
-            VLM(parts.network, parts.processor.banned_ids)
-            .train()(row, temperature=1.0, chunk_tokens=100)
-            .logprobs_A.split(4)
-        )
+        first, second = vlm(row, temperature=1.0, chunk_tokens=100).logprobs_A.split(4)
     assert first[0] == second[0]
     assert (first[1:-1] != second[1:-1]).all()
 
@@ -244,12 +244,11 @@ def test_on_the_meta_device_no_adapter_is_read_from_disk() -> None:
 
 
 GRADIENT_TOLERANCE = 1e-4
-MERGERS = ("model.visual.merger.", "model.visual.deepstack_merger_list.")
-"""Beginnings of the names that transformers gives the projector of a Qwen-VL."""
 
 
 def is_projector(name: str) -> bool:
-    return name.startswith(MERGERS)
+    """By the names that transformers gives the projector of a Qwen-VL."""
+    return name.startswith(("model.visual.merger.", "model.visual.deepstack_merger_list."))
 
 
 def is_tower(name: str) -> bool:
@@ -264,8 +263,7 @@ def chosen(parts: TinyParts, **settings: object) -> set[str]:
 def test_each_is_frozen_by_its_own_setting_and_the_projector_with_the_tower_by_default(parts: TinyParts) -> None:
     names = {name for name, _ in parts.network.named_parameters()}
     tower, projector = set(filter(is_tower, names)), set(filter(is_projector, names))
-    assert tower
-    assert projector
+    assert all([tower, projector])
     assert chosen(parts) == names
     assert chosen(parts, freeze_vision_tower=True) == names - tower - projector
     assert chosen(parts, freeze_vision_tower=True, freeze_projector=False) == names - tower
@@ -274,24 +272,19 @@ def test_each_is_frozen_by_its_own_setting_and_the_projector_with_the_tower_by_d
     assert (rows["vision tower"].trainable, rows["projector"].trainable) == (rows["vision tower"].total, 0)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"freeze_vision_tower": True, "freeze_projector": False}, {"freeze_projector": True}],
-    ids=["projector", "tower"],
-)
+PARTS = {"projector": {"freeze_vision_tower": True, "freeze_projector": False}, "tower": {"freeze_projector": True}}
+
+
+@pytest.mark.parametrize("settings", PARTS.values(), ids=PARTS)
 def test_gradients_are_those_of_transformers(parts: TinyParts, settings: dict[str, bool]) -> None:
-    prompts, completions = mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)])
     trained = chosen(parts, **settings)
-    pairs = zip(prompts, completions, strict=True)
-    logprobs = [reference_logprobs(parts, prompt, ids) for prompt, group in pairs for ids in group]
-    torch.cat(logprobs).sum().backward()
+    of_row(reference_logprobs, parts, mixed_prompts(parts), random_completions(COUNTS)).sum().backward()
     expected = gradients(parts.network)
     assert expected.keys() == trained
-    vlm = VLM(parts.network, parts.processor.banned_ids).train()
+    vlm = vlm_of(parts).train()
     assert vlm.trains_vision
     assert vlm.trains_tower is any(map(is_tower, trained))
-    row = pack_row(parts.processor.family, prompts, completions, CPU)
-    vlm(row, temperature=1.0, chunk_tokens=100).logprobs_A.sum().backward()
+    vlm(row_of(parts, COUNTS), temperature=1.0, chunk_tokens=100).logprobs_A.sum().backward()
     assert largest_relative_difference(expected, gradients(parts.network)) < GRADIENT_TOLERANCE
 
 
@@ -309,3 +302,166 @@ def test_adapters_leave_no_projector_to_train() -> None:
 
 def test_a_projector_behind_a_frozen_tower_trains_the_vision() -> None:
     assert Model(tiny=TinyModel(), freeze_vision_tower=True, freeze_projector=False).trains_vision
+
+
+def pefts(folder: Path, **settings: object) -> torch.Tensor:
+    """Save an adapter by peft as its users do; returns the log-probs of its model."""
+    parts = tiny("qwen3_vl")
+    save_adapter(parts.network, folder, **settings)
+    return packed_logprobs(parts)
+
+
+def pefts_with_base(folder: Path) -> torch.Tensor:
+    """The folder `adapter`, which names `base` beside it; returns the log-probs of both together."""
+    expected = pefts(folder / "adapter")
+    file = folder / "adapter" / "adapter_config.json"
+    base = {"base_model_name_or_path": str(save(tiny("qwen3_vl"), folder / "base"))}
+    file.write_text(json.dumps(json.loads(file.read_text()) | base))
+    return expected
+
+
+def opened_with_its_base(folder: Path) -> OpenedModel:
+    target = parse_target(str(folder))
+    assert isinstance(target, ModelTarget)
+    return open_model(target, Config.model_validate({"model": {"path": target.path, "dtype": "float32"}}), [])
+
+
+def lora_of(folder: Path, **lora: object) -> dict[str, object]:
+    return {"adapter": str(folder), "rank": 4, "alpha": 12, "targets": ["q_proj", "down_proj"], **lora}
+
+
+def started_from(folder: Path, parts: TinyParts | None = None, **lora: object) -> TinyParts:
+    parts = parts or tiny("qwen3_vl")
+    settings = Model(tiny=TinyModel(), lora=Lora.model_validate(lora_of(folder, **lora)))
+    choose_trainable(parts.network, settings, seed=0)
+    return parts
+
+
+@pytest.mark.parametrize(("old", "new"), [("none of them", ""), *OTHER_NAMES])
+def test_an_adapter_under_the_names_of_other_versions(old: str, new: str, tmp_path: Path) -> None:
+    """As the start of training, and evaluated with its base, where peft only warns and answers as the base."""
+    expected = pefts_with_base(tmp_path)
+    rename_tensors(tmp_path / "adapter", old, new)
+    started = started_from(tmp_path / "adapter")
+    torch.testing.assert_close(packed_logprobs(started), expected, atol=1e-6, rtol=0)
+    assert all(".lora_" in name for name in trainable_parameters(started.network))
+    opened = opened_with_its_base(tmp_path / "adapter")
+    parts = replace(started, network=opened.vlm.network)
+    torch.testing.assert_close(packed_logprobs(parts), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "new", "message"),
+    [
+        (r"layers\.0\.mlp", "layers.7.mlp", r"has .*layers\.7\.mlp\.down_proj\.lora_A"),
+        (r"\.lora_B\.weight", ".lora_B.bias", r"has .*lora_B\.bias"),
+        (r"^base_model\.model\.model", "transformer", r"has transformer\.language_model"),
+    ],
+)
+def test_an_adapter_whose_tensors_have_no_place_is_not_evaluated(
+    pattern: str, new: str, message: str, tmp_path: Path
+) -> None:
+    """peft leaves such tensors out, and answers as the base without them."""
+    pefts_with_base(tmp_path)
+    rename_tensors(tmp_path / "adapter", pattern, new)
+    with pytest.raises(ModelError, match=message):
+        opened_with_its_base(tmp_path / "adapter")
+    with pytest.raises(ConfigError):
+        started_from(tmp_path / "adapter")
+
+
+def test_an_adapter_without_some_of_its_tensors_is_not_evaluated(tmp_path: Path) -> None:
+    pefts_with_base(tmp_path)
+    file = tmp_path / "adapter" / ADAPTER_WEIGHTS
+    save_file({name: tensor for name, tensor in load_file(file).items() if "layers.1.mlp" not in name}, file)
+    with pytest.raises(ModelError, match=r"lacks .*layers\.1\.mlp\.down_proj\.lora_A"):
+        opened_with_its_base(tmp_path / "adapter")
+
+
+def test_the_reference_is_the_adapter_that_training_started_from(tmp_path: Path) -> None:
+    """Not the model with its adapters off: a KL term would pull back what the adapter had learnt."""
+    pefts(tmp_path)
+    model = {"tiny": {}, "lora": lora_of(tmp_path)}
+    config = Config.model_validate({"model": model, "algorithm": {"kl": "loss"}})
+    policy = make_policy(config, make_vlm(config, tiny("qwen3_vl").network, banned_ids=()))
+    batch = make_batch(tiny("qwen3_vl"))
+    for start, reference in zip(policy.logprobs(batch), policy.reference_logprobs(batch), strict=True):
+        np.testing.assert_allclose(reference, start, atol=1e-6)
+
+
+def test_a_checkpoint_opens_without_the_folder_it_started_from(tmp_path: Path) -> None:
+    pefts(tmp_path / "adapter")
+    base = save(tiny("qwen3_vl"), tmp_path / "base")
+    config = Config.model_validate({"model": {"path": str(base), "lora": lora_of(tmp_path / "adapter")}})
+    policy = make_policy(config, open_vlm(config, config.model, banned_ids=()))
+    folder = tmp_path / "run" / "checkpoints" / "step-1"
+    folder.mkdir(parents=True)
+    save_policy(policy, folder)
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
+    shutil.rmtree(tmp_path / "adapter")
+    target = CheckpointTarget(name="run", folder=folder, run=tmp_path / "run")
+    opened = dict(factored_weights(open_checkpoint(target).vlm.network))
+    for name, weight in weights_of(policy).items():
+        assert torch.equal(opened[name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"rank": 8}, r"model\.lora\.rank=8, but the adapter in .* has 4; set model\.lora\.rank=4"),
+        ({"alpha": 8}, r"set model\.lora\.alpha=12"),
+        ({"targets": ["q_proj"]}, r"set model\.lora\.targets=\[down_proj,q_proj\]"),
+        ({"exclude": [r"layers\.0"]}, r"has base_model\.model\..*layers\.0"),
+    ],
+)
+def test_settings_that_are_not_the_folders(lora: dict[str, object], message: str, tmp_path: Path) -> None:
+    pefts(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        started_from(tmp_path, **lora)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("use_rslora", True), ("init_lora_weights", "pissa"), ("init_lora_weights", "OLoRA")]
+)
+def test_variants_of_lora_are_refused(key: str, value: object, tmp_path: Path) -> None:
+    """peft's own folder of another variant: its tensors have the same names, and mean something else."""
+    pefts(tmp_path, **{key: value})
+    with pytest.raises(ModelError, match=f"{key}={value} is a variant of LoRA that Fovea does not train"):
+        started_from(tmp_path)
+
+
+def test_an_adapter_of_another_model(tmp_path: Path) -> None:
+    pefts(tmp_path)
+    with pytest.raises(ModelError, match=r"and the model's layer needs .*; the adapter belongs to another model"):
+        started_from(tmp_path, tiny("qwen3_vl", hidden_size=96))
+
+
+def test_pickles_and_rubbish_are_never_read(tmp_path: Path) -> None:
+    pefts(tmp_path)
+    weights = tmp_path / "adapter_model.safetensors"
+    torch.save({}, tmp_path / "adapter_model.bin")
+    whole = weights.read_bytes()
+    for damaged in (None, b"", whole[: len(whole) // 2]):
+        weights.unlink(missing_ok=True)
+        if damaged is not None:
+            weights.write_bytes(damaged)
+        with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read"):
+            started_from(tmp_path)
+    for config in ("", "[]", json.dumps({"r": "four"})):
+        (tmp_path / "adapter_config.json").write_text(config)
+        with pytest.raises(FoveaError):
+            started_from(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"r": 10**9}, {"rank_pattern": {"q_proj": 10**9}}, {"rank_pattern": "q_proj"}, {"lora_dropout": 7.0}]
+)
+def test_a_number_that_no_adapter_can_have_is_named(wrong: dict[str, object], tmp_path: Path) -> None:
+    """Peft would make matrices of it before it reads the tensors."""
+    pefts(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    path = str(save(tiny("qwen3_vl"), tmp_path / "base"))
+    base = ModelTarget(name="adapter", path=path, adapter=tmp_path / "adapter")
+    with pytest.raises(ModelError, match=r"in its adapter_config\.json must be"):
+        open_model(base, Config.model_validate({"model": {"tiny": {}}}), [])

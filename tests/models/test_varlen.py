@@ -1,18 +1,25 @@
-"""Kernels over segments: flash kernels against their slow twin on a GPU, and what is said where they are refused."""
+"""Kernels over segments and shared prefixes against their slow twins, and what is said where they are refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fovea.models.shared_prefix import attention
-from fovea.models.shared_prefix.attention import KERNELS, fastest_kernel, slow_attention_note
-from fovea.models.shared_prefix.layout import shared_prefix_layout
+from fovea.models.shared_prefix.attention import (
+    KERNELS,
+    RowAttention,
+    fastest_kernel,
+    gathered_attention,
+    slow_attention_note,
+)
+from fovea.models.shared_prefix.attention_cpu import MIN_SHORT_BACKWARD_TOKENS, merged_attention
+from fovea.models.shared_prefix.layout import SharedPrefixLayout, shared_prefix_layout
 from fovea.models.varlen import (
     NAMES,
     TOLERANCE,
@@ -27,7 +34,7 @@ from fovea.models.varlen import (
     flash_refusal,
     varlen_refusal,
 )
-from fovea.models.vision.attention import segment_attention
+from fovea.models.vision.attention import eager_attention, segment_attention
 from fovea.models.vision.tower_inputs import image_passes
 from fovea.types import PromptImage
 from tests.meta_device import META
@@ -137,8 +144,7 @@ def test_a_kernel_with_other_values_is_refused(limit: int, wrong: str, tokens: s
     attention, twin = by_segments(WrongBeyond(limit, wrong), 0.7), by_segments(PlainSegments(), 0.7)
     for dtype in (torch.float32, torch.bfloat16):
         found = difference(attention, twin, HeadShape(CPU, dtype, 4, 2, 16))
-        assert found is not None
-        assert found.startswith(f"{wrong} of causal attention to segments of {tokens} tokens: off by ")
+        assert str(found).startswith(f"{wrong} of causal attention to segments of {tokens} tokens: off by ")
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(2, 1, 128), (2, 2, 72)])
@@ -170,20 +176,17 @@ def test_a_refusal_is_said_with_its_message_and_the_kernel_that_runs(monkeypatch
     monkeypatch.setattr(attention, "varlen_refusal", lambda _: None)
     note = slow_attention_note(CUDA_HALF)
     assert fastest_kernel(CUDA_HALF) == "varlen_gathered"
-    assert note is not None
     assert "no such head width" in note
     assert "model.attention=varlen_gathered" in note
     monkeypatch.setattr(attention, "varlen_refusal", lambda _: "float")
     float32 = HeadShape(torch.device("cuda"), torch.float32, 4, 2, 64)
-    note = slow_attention_note(float32)
     assert fastest_kernel(float32) == "sdpa"
-    assert note is not None
-    assert "model.dtype=bfloat16 avoids it" in note
+    assert "model.dtype=bfloat16 avoids it" in slow_attention_note(float32)
 
 
 def test_images_are_split_by_their_patches() -> None:
     images = [
-        PromptImage(key=str(n), tensors={"x": np.zeros(0)}, num_tokens=1, grid=(1, 1, patches))
+        PromptImage(key=str(n), tensors={}, num_tokens=1, grid=(1, 1, patches))
         for n, patches in enumerate((4, 4, 2, 30, 1))
     ]
     parts = [[image.key for image in part] for part in image_passes(images, 8)]
@@ -198,18 +201,10 @@ def test_images_are_split_by_their_patches() -> None:
 def test_flash_segments_are_the_plain_ones(causal: bool) -> None:
     queries, keys = [70, 1, 300], [70, 1, 300] if causal else [256, 9, 130]
     flash, plain = FlashSegments(), PlainSegments()
-    inputs = (
-        random(sum(queries), 16, 128, seed=0, device="cuda", dtype=torch.bfloat16),
-        random(sum(keys), 8, 128, seed=1, device="cuda", dtype=torch.bfloat16),
-        random(sum(keys), 8, 128, seed=2, device="cuda", dtype=torch.bfloat16),
-    )
-    pairs = Pairs(
-        queries=Segments.of(queries, inputs[0].device),
-        keys=Segments.of(keys, inputs[0].device),
-        causal=causal,
-        scale=128**-0.5,
-    )
-    gradient = random(sum(queries), 16, 128, seed=3, device="cuda", dtype=torch.bfloat16)
+    shapes = ((sum(queries), 16, 128), (sum(keys), 8, 128), (sum(keys), 8, 128), (sum(queries), 16, 128))
+    *inputs, gradient = (random(*shape, seed=n, device="cuda", dtype=torch.bfloat16) for n, shape in enumerate(shapes))
+    of_queries, of_keys = (Segments.of(lengths, inputs[0].device) for lengths in (queries, keys))
+    pairs = Pairs(queries=of_queries, keys=of_keys, causal=causal, scale=128**-0.5)
     results = []
     for one in (flash, plain):
         out, lse = one.forward(inputs, pairs)
@@ -230,17 +225,45 @@ def test_the_towers_one_call_is_that_of_each_image(width: int) -> None:
     inputs = [random(1, 16, 1020, width, seed=n, device="cuda", dtype=torch.bfloat16) for n in range(3)]
     shape = HeadShape(inputs[0].device, torch.bfloat16, 16, 16, width)
     assert varlen_refusal(shape) is None
-    ours, _ = segment_attention(
-        F.scaled_dot_product_attention,
-        torch.nn.Identity(),
-        *inputs,
-        scaling=width**-0.5,
-        cu_seq_lens_q=offsets.cuda(),
-        max_length_q=max(lengths),
-    )
+    lengths_of = {"cu_seq_lens_q": offsets.cuda(), "max_length_q": max(lengths)}
+    sdpa, module = F.scaled_dot_product_attention, torch.nn.Identity()
+    ours, _ = segment_attention(sdpa, module, *inputs, scaling=width**-0.5, **lengths_of)
     segments = Segments.of(lengths, inputs[0].device)
-    plain, _ = PlainSegments().forward(
-        tuple(x[0].transpose(0, 1) for x in inputs),  # type: ignore[arg-type]
-        Pairs(queries=segments, keys=segments, causal=False, scale=width**-0.5),
-    )
+    pairs = Pairs(queries=segments, keys=segments, causal=False, scale=width**-0.5)
+    plain, _ = PlainSegments().forward(tuple(x[0].transpose(0, 1) for x in inputs), pairs)
     torch.testing.assert_close(ours[0].float(), plain.float(), atol=BFLOAT16, rtol=0)
+
+
+HEADS, KEY_HEADS, WIDTH = 4, 2, 32
+SCALE = WIDTH**-0.5
+ROUNDING = 0.01
+"""Of the largest gradient: bfloat16 has 8 bits, and the bfloat16_gradients are sums of rounded terms."""
+
+
+def bfloat16_gradients(attend: RowAttention, row: list[Tensor], of_output: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in row]
+    (attend(*leaves) * of_output).sum().backward()
+    return [x.grad for x in leaves if x.grad is not None]
+
+
+def random_row(layout: SharedPrefixLayout) -> tuple[list[Tensor], Tensor]:
+    """Query, key and value of a row, and a gradient of the output, in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(len(layout.return_index_N), heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+    *row, of_output = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    return row, of_output
+
+
+LENGTHS = {"short": ((5, 17), (9,)), "long": ((MIN_SHORT_BACKWARD_TOKENS, 3), (8,))}
+
+
+@pytest.mark.parametrize("completions", LENGTHS.values(), ids=LENGTHS)
+def test_bfloat16_gradients_are_off_by_no_more_than_their_rounding(completions: tuple[tuple[int, ...], ...]) -> None:
+    layout = shared_prefix_layout([20, 33], completions)
+    row, of_output = random_row(layout)
+    found = bfloat16_gradients(merged_attention(layout, SCALE), row, of_output)
+    plain = gathered_attention(eager_attention, layout, SCALE)
+    expected = bfloat16_gradients(plain, [x.double() for x in row], of_output.double())
+    for mine, exact in zip(found, expected, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.double() - exact).abs().max() < ROUNDING * exact.abs().max()

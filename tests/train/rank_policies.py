@@ -22,12 +22,12 @@ from fovea.train.ranks import Ranks
 from fovea.train.row_assignment import ImageKeys
 from fovea.train.torch.policy import TorchPolicy, make_policy
 from fovea.train.torch.sharding import full
-from fovea.types import Batch
+from fovea.types import Batch, SampleGroup
 from fovea.wiring.model import make_vlm
 from tests.policies import make_batch, weights_of
 from tests.tiny_models import tiny
 
-STEPS = 5
+STEPS = 3
 MAX_TOKENS = 75
 """Of a micro-batch: some groups do not fit together."""
 GRPO = {"entropy_coef": 0.01, "kl": {"coef": 0.05}, "ppo_epochs": 2}
@@ -44,6 +44,7 @@ def policy_of(
     algorithm: dict[str, object],
     *,
     family: str = "qwen3_vl",
+    parts: TinyParts | None = None,
     model: dict[str, object] = UNFROZEN,
     train: dict[str, object] = {},  # noqa: B006 (never written to)
     **settings: object,
@@ -57,7 +58,7 @@ def policy_of(
             **settings,
         }
     )
-    parts = tiny(family)
+    parts = parts or tiny(family)
     network = parts.network.to(getattr(torch, config.model.dtype))
     return make_policy(config, make_vlm(config, network, parts.processor.banned_ids), ranks=ranks)
 
@@ -65,12 +66,15 @@ def policy_of(
 @cache
 def batch_of(seed: int, family: str = "qwen3_vl") -> Batch:
     """Five groups with images and without, of different lengths and rewards."""
-    parts, rng = _rendering_model(family), np.random.default_rng(seed)
+    parts = _rendering_model(family)
     groups = (*make_batch(parts, seed).groups, *make_batch(parts, seed + 100).groups[1:])
-    batch = Batch(
-        groups=tuple(replace(group, task_id=f"row {index}") for index, group in enumerate(groups)),
-        left_out=make_batch(parts, seed + 200).groups[:1],
-    )
+    return rewarded(groups, seed, left_out=make_batch(parts, seed + 200).groups[:1])
+
+
+def rewarded(groups: Sequence[SampleGroup], seed: int, **more: Any) -> Batch:
+    """The groups with names and random rewards."""
+    rng = np.random.default_rng(seed)
+    batch = Batch(groups=tuple(replace(each, task_id=f"row {number}") for number, each in enumerate(groups)), **more)
     return replace_samples(batch, lambda sample: replace(sample, reward=float(rng.normal())))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from fovea.weights.sync import SharedWeights
 from fovea_gym.utils.event_loop import wait_for
 from tests.policies import gradients_and_metrics, optimizer_steps, policy_on
 from tests.records import sample_of
+from tests.reference import largest_relative_difference
 from tests.rollout.drawing import generate
 from tests.tiny_models import mixed_prompts
 
@@ -41,16 +43,16 @@ class Pair:
         max_bytes: float = 2**26,
         linears: bool = True,
         algorithm: Algorithm | None = None,
+        engine: Mapping[str, Any] | None = None,
         **train: object,
     ) -> None:
         choose_trainable(parts.network, settings, seed=0)
-        self.vlm = VLM(
-            parts.network,
-            parts.processor.banned_ids,
-            feature_cache=None if settings.trains_vision else FeatureCache(2**20),
-        )
+        cache = None if settings.trains_vision else FeatureCache(2**20)
+        self.vlm = VLM(parts.network, parts.processor.banned_ids, feature_cache=cache)
         self.tape = Tape(self.vlm.linear_widths if linears else [], max_bytes, torch.float32)
-        self.engine = EmbeddedEngine(self.vlm, parts.processor, max_batch_tokens=10_000, tape=self.tape)
+        self.engine = EmbeddedEngine(
+            self.vlm, parts.processor, tape=self.tape, **{"max_batch_tokens": 10_000, **(engine or {})}
+        )
         values = {"learning_rate": 1e-3, "lr_warmup_steps": 0, "plain_update_every_steps": 1000} | train
         train_values = Train.model_validate(values)
         self.policy = policy_on(self.vlm, train_values, algorithm, temperature=TEMPERATURE, tape=self.tape)
@@ -62,15 +64,28 @@ class Pair:
     def rollout(self, max_new_tokens: int = 9, n: int = 3, **sampling: object) -> list[Sequence[Completion]]:
         """Completions of different lengths: 300 tokens of near-uniform sampling meet a stop."""
         settings = [
-            Sampling(**{"max_new_tokens": max_new_tokens - 2 * index, "temperature": 0.9, "seed": index} | sampling)  # type: ignore[arg-type]
+            Sampling(**{"max_new_tokens": max_new_tokens - 2 * index, "temperature": 0.9, "seed": index} | sampling)
             for index in range(len(self.prompts))
         ]
         return generate(self.engine, self.prompts, settings, n, for_update=True)
 
     def gradient(self, batch: Batch) -> dict[str, torch.Tensor]:
         """What the update stepped on."""
+        self.batch = batch
         gradient, self.metrics = gradients_and_metrics(self.policy, batch)
         return gradient
+
+
+def reusing_and_plain(
+    make: Callable[[], Pair], draw: Callable[[Pair], Sequence[Sequence[Completion]]] = Pair.rollout
+) -> list[Pair]:
+    """A pair whose update takes over its rollout, and one whose update does not; both have the same gradient."""
+    pairs, gradients = [make(), make()], []
+    for pair, traces in zip(pairs, (True, False), strict=True):
+        groups = draw(pair)
+        gradients.append(pair.gradient(batch_of(pair.prompts, groups, traces=traces)))
+    assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
+    return pairs
 
 
 def batch_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], *, traces: bool = True) -> Batch:

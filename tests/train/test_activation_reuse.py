@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.samples import with_old_logprobs
+from fovea.train.torch.policy import TorchPolicy
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Completion, Request, Sampling
-from fovea.weights.sync import SharedWeights
 from fovea.wiring.engine import make_tape
 from fovea_gym.utils.event_loop import wait_for
 from tests.meta_device import META
@@ -33,7 +34,16 @@ from tests.reference import largest_relative_difference
 from tests.rollout.drawing import generate
 from tests.saved import save_policy
 from tests.tiny_models import DENSE_FAMILIES, FAMILIES, mixed_prompts, tiny, tower_passes
-from tests.train.recording_pair import FROZEN, GRADIENT_TOLERANCE, LORA, TRAINED, Pair, batch_of, gradients_of_steps
+from tests.train.recording_pair import (
+    FROZEN,
+    GRADIENT_TOLERANCE,
+    LORA,
+    TRAINED,
+    Pair,
+    batch_of,
+    gradients_of_steps,
+    reusing_and_plain,
+)
 
 DEEP_TOWER = {"vision_depth": 8}
 """Of which blocks keep most."""
@@ -43,68 +53,47 @@ DEEP_TOWER = {"vision_depth": 8}
 @pytest.mark.parametrize("settings", [TRAINED, FROZEN, LORA], ids=["trained", "frozen", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_equal_those_of_a_plain_update(family: str, settings: Model, max_tokens: int) -> None:
-    gradients = []
-    for traces in (True, False):
-        pair = Pair(tiny(family), settings, max_tokens_per_microbatch=max_tokens)
-        gradients.append(pair.gradient(batch_of(pair.prompts, pair.rollout(), traces=traces)))
+    pairs = reusing_and_plain(lambda: Pair(tiny(family), settings, max_tokens_per_microbatch=max_tokens))
+    for pair, traces in zip(pairs, (True, False), strict=True):
         reuses = traces and pair.tape.holds_linears
         assert reuses == (traces and family in DENSE_FAMILIES), "experts compute their outputs anew"
         assert pair.metrics["reused_frac"] == float(reuses)
         assert pair.metrics["reused_images"] == (3 if traces and settings.trains_vision else 0)
         assert ("mismatch/abs" in pair.metrics) != reuses, "what was looked up was not compared"
-    reused, plain = gradients
-    assert reused.keys() == plain.keys()
-    assert largest_relative_difference(plain, reused) < GRADIENT_TOLERANCE
 
 
 def test_completions_that_end_early_and_wait_in_line_are_recorded_right() -> None:
     """Rows that move when others end, and prompts that are prefilled beside running rows."""
-    gradients = []
-    for traces in (True, False):
-        parts = tiny("qwen3_vl")
-        pair = Pair(parts)
-        pair.engine = EmbeddedEngine(pair.vlm, parts.processor, max_batch_tokens=160, tape=pair.tape)
-        pair.weight_sync = SharedWeights(pair.engine)
-        wait_for(pair.weight_sync.sync(0))
+
+    def drawn(pair: Pair) -> list[Sequence[Completion]]:
         pair.prompts = pair.prompts * 3
         groups = pair.rollout(max_new_tokens=24, n=2, stop=("e", "a"))
-        lengths = {len(completion.token_ids_T) for group in groups for completion in group}
-        assert len(lengths) > 4
-        gradients.append(pair.gradient(batch_of(pair.prompts, groups, traces=traces)))
-        assert pair.metrics["reused_frac"] == float(traces)
-    assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
+        assert len({len(completion.token_ids_T) for group in groups for completion in group}) > 4
+        return groups
+
+    pairs = reusing_and_plain(lambda: Pair(tiny("qwen3_vl"), engine={"max_batch_tokens": 160}), drawn)
+    assert [pair.metrics["reused_frac"] for pair in pairs] == [1, 0]
 
 
 def test_no_linear_layer_of_the_decoder_runs_forward_again_and_no_image_is_encoded_again() -> None:
-    operations = {}
+    operations = []
     for traces in (True, False):
         pair = Pair(tiny("qwen3_vl"))
         batch = batch_of(pair.prompts, pair.rollout(), traces=traces)
         with FlopCounterMode(display=False) as counter:
             pair.policy.update(batch)
-        operations[traces] = counter.get_total_flops()
-        patches = sum(
-            len(i.tensors["pixel_values"]) for i in {i.key: i for p in pair.prompts for i in p.images}.values()
-        )
+        operations.append(counter.get_total_flops())
     layers = pair.vlm.network.get_submodule("model.language_model.layers")
-    tokens = sum(p.num_tokens for p in pair.prompts) + sum(
-        len(s.token_ids_T) - 1 for group in batch.groups for s in group.samples
-    )
+    tokens = sum(p.num_tokens for p in pair.prompts) + sum(len(s.token_ids_T) - 1 for s in batch.samples)
     # behind the attention of the last layer the prompts' tokens are left out, but for the last of each
-    unread = sum(p.num_tokens - 1 for p in pair.prompts)
-    linear = sum(
-        2
-        * (tokens - unread * (int(name[0]) == len(layers) - 1 and name[-6:] not in ("q_proj", "k_proj", "v_proj")))
-        * m.weight.numel()
-        for name, m in layers.named_modules()
-        if isinstance(m, torch.nn.Linear)
-    )
-    pixels = torch.randn(patches, pair.prompts[0].images[0].tensors["pixel_values"].shape[1])
+    unread, linear = sum(p.num_tokens - 1 for p in pair.prompts), 0
+    for name, module in layers.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            is_behind = int(name[0]) == len(layers) - 1 and name[-6:] not in ("q_proj", "k_proj", "v_proj")
+            linear += 2 * (tokens - unread * is_behind) * module.weight.numel()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        images = list({i.key: i for p in pair.prompts for i in p.images}.values())
-        pair.vlm.encode(images)
-    assert len(pixels) == patches
-    assert operations[False] - operations[True] == linear + counter.get_total_flops()
+        pair.vlm.encode(list({image.key: image for prompt in pair.prompts for image in prompt.images}.values()))
+    assert operations[1] - operations[0] == linear + counter.get_total_flops()
 
 
 def test_only_the_first_step_after_a_rollout_may_reuse_it() -> None:
@@ -138,12 +127,18 @@ def test_what_one_of_several_steps_reuses_changes_none_of_them(minibatches: int)
         assert largest_relative_difference(plain[step], reused[step]) < GRADIENT_TOLERANCE, f"step {step}"
 
 
-@pytest.mark.parametrize("change", ["snapshot_reference", "load"])
-def test_other_changes_of_the_weights_end_it_too(change: str, tmp_path: object) -> None:
+CHANGES: dict[str, Callable[[TorchPolicy, Path], None]] = {
+    "snapshot": lambda policy, _: policy.snapshot_reference(),
+    "load": lambda policy, folder: policy.load(folder),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_other_changes_of_the_weights_end_it_too(change: Callable[..., None], tmp_path: Path) -> None:
     pair = Pair(tiny("qwen3_vl"))
-    save_policy(pair.policy, tmp_path)  # type: ignore[arg-type]
+    save_policy(pair.policy, tmp_path)
     batch = batch_of(pair.prompts, pair.rollout())
-    pair.policy.snapshot_reference() if change == "snapshot_reference" else pair.policy.load(tmp_path)  # type: ignore[arg-type]
+    change(pair.policy, tmp_path)
     assert pair.policy.update(batch)["reused_frac"] == 0
 
 
@@ -176,74 +171,49 @@ def test_evaluation_beside_it_records_nothing() -> None:
 
 
 def test_a_request_that_asks_for_nothing_ends_the_recording_of_those_beside_it() -> None:
-    gradients = []
-    for traces in (True, False):
-        pair = Pair(tiny("qwen3_vl"))
+    async def mixed(pair: Pair) -> list[Sequence[Completion]]:
+        sampling = Sampling(max_new_tokens=8, temperature=0.9, seed=1)
+        asked = enumerate(zip(pair.prompts, (True, False, True), strict=True))
+        requests = [Request(id=str(i), prompt=p, sampling=sampling, n=2, for_update=u) for i, (p, u) in asked]
+        return await asyncio.gather(*map(pair.engine.generate, requests))
 
-        async def mixed(pair: Pair = pair) -> list[Sequence[Completion]]:
-            calls = [
-                pair.engine.generate(
-                    Request(
-                        id=str(index),
-                        prompt=prompt,
-                        sampling=Sampling(max_new_tokens=8, temperature=0.9, seed=1),
-                        n=2,
-                        for_update=for_update,
-                    )
-                )
-                for index, (prompt, for_update) in enumerate(zip(pair.prompts, (True, False, True), strict=True))
-            ]
-            return await asyncio.gather(*calls)
-
-        gradients.append(pair.gradient(batch_of(pair.prompts, wait_for(mixed()), traces=traces)))
-        assert pair.metrics["reused_frac"] == 0
-    assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
+    pairs = reusing_and_plain(lambda: Pair(tiny("qwen3_vl")), lambda pair: wait_for(mixed(pair)))
+    assert [pair.metrics["reused_frac"] for pair in pairs] == [0, 0]
 
 
 def test_few_images_with_signal_are_encoded_again() -> None:
     """A backward pass through the graph of all images would cost more."""
-    encoded: list[int] = []
-    gradients = []
+    encoded, gradients = [], []
     for kept, traces in ((1, True), (1, False), (3, True)):
         pair = Pair(tiny("qwen3_vl"), linears=False)
         batch = batch_of(pair.prompts, pair.rollout(), traces=traces)
-        tower = pair.vlm.network.get_submodule("model.visual")
-        calls: list[int] = []
-        handle = tower.register_forward_pre_hook(lambda _module, args, calls=calls: calls.append(len(args[0])))
+        patches = tower_passes(pair.vlm)
         gradients.append(pair.gradient(replace(batch, groups=batch.groups[:kept])))
-        handle.remove()
-        encoded.append(len(calls))
+        encoded.append(len(patches))
     assert encoded == [1, 1, 0]
     assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
 
 
 def test_outputs_of_packed_weights_serve_as_well() -> None:
     """Wide enough for decoding with packed weights, which copies its outputs to the tape."""
-    gradients = []
-    for traces in (True, False):
-        pair = Pair(tiny("qwen2_5_vl", hidden_size=256, num_heads=4, num_kv_heads=2))
-        gradients.append(pair.gradient(batch_of(pair.prompts, pair.rollout(), traces=traces)))
-        assert pair.metrics["reused_frac"] == float(traces)
-    assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
+    pairs = reusing_and_plain(lambda: Pair(tiny("qwen2_5_vl", hidden_size=256, num_heads=4, num_kv_heads=2)))
+    assert [pair.metrics["reused_frac"] for pair in pairs] == [1, 0]
 
 
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
 @pytest.mark.parametrize("how", ["none", "full"])
 def test_a_trained_tower_runs_once_for_rollout_and_update(how: Recompute, family: str) -> None:
     """As on a GPU: over pages, several steps between syncs, the graph alone."""
-    found = []
+    found, limit = [], {"max_tokens_per_microbatch": 85}
     for traces in (True, False):
         parts = tiny(family)
-        pair = Pair(parts, linears=False, max_tokens_per_microbatch=85)
-        recompute_activations(pair.vlm.network, how)
+        recompute_activations(parts.network, how)
         tuning = Tuning(cache="paged", decode_steps_per_wait=3)
-        pair.engine = EmbeddedEngine(pair.vlm, parts.processor, max_batch_tokens=10_000, tape=pair.tape, tuning=tuning)
-        pair.weight_sync = SharedWeights(pair.engine)
-        wait_for(pair.weight_sync.sync(0))
+        pair = Pair(parts, linears=False, engine={"tuning": tuning}, **limit)
         patches = tower_passes(pair.vlm)
         batch = batch_of(pair.prompts, pair.rollout(), traces=traces)
         assert len(patches) == 1, "all prompts are admitted at once"
-        micros = micro_batcher(parts, max_tokens_per_microbatch=85).micro_batches(batch.groups)
+        micros = micro_batcher(parts, **limit).micro_batches(batch.groups)
         of_rows = [sum(len(x.tensors["pixel_values"]) for x in micro.row.images) for micro in micros]
         assert len([number for number in of_rows if number]) > 1
         found.append(pair.gradient(batch))
@@ -291,15 +261,9 @@ def test_a_gpu_keeps_the_graph_of_a_trained_tower_alone() -> None:
         return make_tape(config, VLM(network, ()).to(device))
 
     on_cpu, on_gpu = tape_on(torch.device("cpu")), tape_on(META)
-    assert on_cpu is not None
-    assert on_gpu is not None
-    assert on_cpu.holds_linears
-    assert not on_gpu.holds_linears
-    assert tape_on(META, frozen=True) is None
-    assert tape_on(META, gradient_checkpointing="selective") is None
     recomputing = tape_on(torch.device("cpu"), gradient_checkpointing="full")
-    assert recomputing is not None
-    assert not recomputing.holds_linears
+    assert [tape.holds_linears for tape in (on_cpu, on_gpu, recomputing)] == [True, False, False]
+    assert tape_on(META, frozen=True) is tape_on(META, gradient_checkpointing="selective") is None
 
 
 @pytest.mark.parametrize("kept", ["all", "few", "plain"])
@@ -308,7 +272,6 @@ def test_no_graph_of_the_tower_outlives_its_update(kept: str) -> None:
     pair = Pair(tiny("qwen3_vl"), linears=False, plain_update_every_steps=1 if kept == "plain" else 1000)
     batch = batch_of(pair.prompts, pair.rollout())
     trace = pair.tape.trace(batch.groups[0].samples[0].completion_ids[0])
-    assert trace is not None
     alive = [weakref.ref(features.embeds_VD) for features in pair.tape.graph(trace.graph_number).values()]
     assert all(reference() is not None for reference in alive)
     pair.policy.update(replace(batch, groups=batch.groups[:1]) if kept == "few" else batch)
@@ -317,9 +280,7 @@ def test_no_graph_of_the_tower_outlives_its_update(kept: str) -> None:
 
 @pytest.mark.parametrize("tuning", [Tuning(int8_decoding=True), Tuning(decode_steps_per_wait=3), Tuning(cache="paged")])
 def test_a_tape_that_would_be_wrong_is_refused(tuning: Tuning) -> None:
-    parts = tiny("qwen3_vl")
-    tape = Tape(VLM(parts.network, parts.processor.banned_ids).linear_widths, 2**20, torch.float32)
+    vlm = VLM(tiny("qwen3_vl").network, ())
+    tape = Tape(vlm.linear_widths, 2**20, torch.float32)
     with pytest.raises(ValueError, match="a tape of linear outputs needs exact decoding over the dense cache"):
-        EmbeddedEngine(
-            VLM(parts.network, parts.processor.banned_ids), parts, max_batch_tokens=1000, tape=tape, tuning=tuning
-        )
+        EmbeddedEngine(vlm, tiny("qwen3_vl"), max_batch_tokens=1000, tape=tape, tuning=tuning)

@@ -1,8 +1,4 @@
-"""Every policy loss off-policy: gradient and metrics of an update against the loss written out on plain log-probs.
-
-The log-probs from before the update, of the reference and of the engine all differ from the ones now, so far that both
-clips, the dual clip and the cap of the weights take hold; no two settings are equal that could be exchanged.
-"""
+"""Gradients and metrics of updates against objectives that are written out: off-policy, in chunks, masked pictures."""
 
 from __future__ import annotations
 
@@ -13,15 +9,38 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.flop_counter import FlopCounterMode
 
+from fovea.advantages import with_advantages
 from fovea.algorithms.aggregation import sample_weights
 from fovea.config.algorithm import Algorithm
 from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples
-from fovea.types import Batch, Sample
-from tests.policies import gradients_and_metrics, make_batch, make_policy
-from tests.reference import gradients, largest_relative_difference, reference_entropy, reference_logprobs
-from tests.tiny_models import tiny
+from fovea.train.base import Needs
+from fovea.train.loss import can_precompute_gradients
+from fovea.train.ranks import ALONE
+from fovea.train.torch import passes
+from fovea.types import Batch, Metrics, Sample
+from tests.augmentations import MASK, authors_vppo, low_var_kl
+from tests.flops import NOT_COUNTED_BY_TORCH
+from tests.policies import (
+    GRADIENT_TOLERANCE,
+    NUM_TOKENS,
+    PPO,
+    batch_of,
+    gradients_and_metrics,
+    make_batch,
+    make_policy,
+    pairs_of,
+    policy_gradients,
+    ppo_policy,
+    scored,
+    update_gradients,
+)
+from tests.reference import largest_relative_difference, reference_entropy, reference_logprobs
+from tests.tiny_models import mixed_prompts, tiny
+from tests.train.rank_policies import policy_of, step
 
 TEMPERATURE = 0.9
 LONGEST = 12
@@ -55,6 +74,7 @@ class Row:
     whole: Tensor
     clipped: tuple[Tensor, Tensor]
     capped: Tensor
+    entropy: Tensor
     kl_policy: Tensor
     kl_reference: Tensor
 
@@ -125,6 +145,7 @@ def written_out(loss: str, level: str, kl: str, sample: Sample, lp: Tensor, entr
         whole=whole,
         clipped=clipped,
         capped=capped,
+        entropy=entropy,
         # the actions are the old policy's: e^x - x - 1 of x = lp - lp_old
         kl_policy=(lp - old).exp() - (lp - old) - 1,
         kl_reference=(reference - lp).exp() - (reference - lp) - 1,
@@ -162,28 +183,19 @@ def aggregate(aggregation: str, losses: Sequence[Tensor]) -> Tensor:
 
 def rows_of(parts: TinyParts, batch: Batch, loss: str, level: str, kl: str) -> list[Row]:
     """By transformers' own forward, one completion at a time."""
-    pairs = [(group.prompt, sample) for group in batch.groups for sample in group.samples]
-    return [
-        written_out(
-            loss,
-            level,
-            kl,
-            sample,
-            reference_logprobs(parts, prompt, sample.token_ids_T, TEMPERATURE),
-            reference_entropy(parts, prompt, sample.token_ids_T, TEMPERATURE),
-        )
-        for prompt, sample in pairs
-    ]
+    rows = []
+    for prompt, sample in pairs_of(batch):
+        given = parts, prompt, sample.token_ids_T, TEMPERATURE
+        rows.append(written_out(loss, level, kl, sample, reference_logprobs(*given), reference_entropy(*given)))
+    return rows
 
 
-def assert_that_all_take_hold(
-    loss: str, level: str, rows: Sequence[Row], batch: Batch, low: float, high: float
-) -> None:
+def assert_all_take_hold(loss: str, level: str, rows: Sequence[Row], batch: Batch, bounds: Sequence[float]) -> None:
     """Otherwise a case would pass without what it is about."""
     advantage = torch.cat([torch.tensor(sample.advantages_T) for sample in batch.samples])
     ratio, capped = (torch.cat([getattr(row, name).detach().float() for row in rows]) for name in ("ratio", "capped"))
     assert 0.05 < float(capped.mean()) < 0.45 or level == "off"
-    assert (min(low, high) > 0.03 and low != high) or loss == "sapo"
+    assert (min(bounds) > 0.03 and bounds[0] != bounds[1]) or loss == "sapo"
     assert int(((ratio > DUAL_CLIP) & (advantage < 0)).sum()) >= 2 or loss != "clip"
 
 
@@ -197,13 +209,13 @@ def test_an_update_off_policy_is_that_of_the_written_out_loss(
     rows = rows_of(parts, batch, loss, level, kl)
     total = aggregate(aggregation, [row.whole for row in rows])
     total.backward()
-    expected = {f"network.{name}": gradient for name, gradient in gradients(parts.network).items()}
+    expected = policy_gradients(parts.network)
 
     def mean(name: str) -> float:
         return float(torch.cat([getattr(row, name).detach().float() for row in rows]).mean())
 
     low, high = (float(torch.cat([row.clipped[side].float() for row in rows]).mean()) for side in (0, 1))
-    assert_that_all_take_hold(loss, level, rows, batch, low, high)
+    assert_all_take_hold(loss, level, rows, batch, (low, high))
     of_weights = {"importance/weight": mean("weight"), "importance/clipped_frac": mean("capped")}
     algorithm, backend = settings_of(loss, level, kl, aggregation), {"logits_mib": logits_mib}
     policy = make_policy(parts, algorithm=algorithm, max_tokens_per_microbatch=100, backend=backend)
@@ -215,8 +227,198 @@ def test_an_update_off_policy_is_that_of_the_written_out_loss(
         "ratio_mean": mean("ratio"),
         "clip_frac/low": low,
         "clip_frac/high": high,
+        "entropy": mean("entropy"),
         "kl/policy": mean("kl_policy"),
         "kl/reference": mean("kl_reference"),
     } | (of_weights if level != "off" else {})
     assert {key: metrics.get(key) for key in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)
     assert ("importance/weight" in metrics) is (level != "off")
+
+
+IN_CHUNKS = {"logits_mib": 0.005}
+"""Of four actions of the tiny model."""
+OF_COMPLETIONS = {"importance_sampling_fix": True, "importance_sampling_level": "sequence"}
+LOSSES: dict[str, dict[str, object]] = {
+    "clip": {},
+    "dual clip": {"loss": {"name": "clip", "dual_clip": 1.5}, "entropy_coef": 0.1},
+    "cispo": {"loss": {"name": "cispo"}, "entropy_coef": 0.1},
+    "sapo": {"loss": {"name": "sapo"}},
+    "gspo": {"loss": {"name": "gspo"}, "entropy_coef": 0.1},
+    "weighed": {"importance_sampling_fix": True, "kl": {"coef": 0.3, "estimator": "k3"}},
+    "weighed by completion": OF_COMPLETIONS,
+}
+
+
+def update(algorithm: Algorithm, batch: Batch) -> tuple[dict[str, torch.Tensor], Metrics, int]:
+    """Gradients, metrics and operations of an update in chunks."""
+    policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm, backend=IN_CHUNKS, lr_warmup_steps=0)
+    with FlopCounterMode(display=False) as counter:
+        found, metrics = gradients_and_metrics(policy, batch)
+    del metrics["memory/activations_gib"]
+    return found, metrics, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("on_policy", [True, False], ids=["on", "off"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_update_is_that_of_a_second_pass_over_the_logits(
+    loss: str, on_policy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm, batch = Algorithm.model_validate(LOSSES[loss]), batch_of(on_policy=on_policy)
+    found, metrics, operations = update(algorithm, batch)
+    monkeypatch.setattr(passes, "precomputed_loss_gradients", lambda *_: None)
+    twin, twin_metrics, twin_operations = update(algorithm, batch)
+    assert largest_relative_difference(twin, found) < GRADIENT_TOLERANCE
+    assert metrics == pytest.approx(twin_metrics, rel=1e-5)
+    head = tiny("qwen3_vl").network.get_output_embeddings().weight.numel()
+    unequal = sum(len(sample.token_ids_T) for sample in make_batch(tiny("qwen3_vl")).samples)
+    known = can_precompute_gradients(algorithm, on_policy=on_policy)
+    assert twin_operations - operations == (2 * unequal * head if known else 0)
+
+
+def test_gradients_are_precomputed_but_where_a_completion_has_one_ratio() -> None:
+    known = {
+        (loss, on_policy): can_precompute_gradients(Algorithm.model_validate(settings), on_policy=on_policy)
+        for loss, settings in LOSSES.items()
+        for on_policy in (True, False)
+    }
+    unknown = {case for case, is_known in known.items() if not is_known}
+    assert unknown == {("gspo", False), ("weighed by completion", True)}
+
+
+def test_values_of_a_shared_trunk_train_beside_them() -> None:
+    found = []
+    for known in (True, False):
+        backend = IN_CHUNKS if known else {}
+        policy = ppo_policy(tiny("qwen3_vl"), algorithm=PPO.model_copy(update={"entropy_coef": 0.1}), backend=backend)
+        found.append(update_gradients(policy, scored(policy, make_batch(tiny("qwen3_vl")))))
+    assert largest_relative_difference(found[1], found[0]) < GRADIENT_TOLERANCE
+
+
+def test_a_minibatch_stands_for_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss is scaled, and so are its precomputed gradients: others would be refused."""
+    algorithm, batch = Algorithm(minibatches=3, max_policy_kl=None), batch_of(on_policy=False)
+    found, metrics, _ = update(algorithm, batch)
+    assert metrics["epochs_run"] == 1
+    monkeypatch.setattr(passes, "precomputed_loss_gradients", lambda *_: None)
+    assert largest_relative_difference(update(algorithm, batch)[0], found) < GRADIENT_TOLERANCE
+
+
+def test_a_loss_that_is_not_finite_skips_the_update_as_ever() -> None:
+    algorithm = Algorithm.model_validate({"kl": {"coef": 0.1}})
+    policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm, backend=IN_CHUNKS, lr_warmup_steps=0)
+    batch = batch_of(on_policy=True)
+    first, *others = batch.groups
+    bad = replace(first.samples[0], reference_logprobs_T=np.full_like(first.samples[0].rollout_logprobs_T, np.nan))
+    batch = Batch(groups=(replace(first, samples=(bad, *first.samples[1:])), *others))
+    assert policy.update(batch)["updates_skipped"] == 1
+
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+COEF, PENALTY, MASKED_PENALTY = 0.3, 0.2, 0.1
+PAPO = {"name": "papo", "coef": COEF, "entropy_penalty": PENALTY, "masked_entropy_penalty": MASKED_PENALTY}
+CONSTANT = Algorithm.model_validate({"augmentation": PAPO})
+VPPO = Algorithm.model_validate({"augmentation": {"name": "vppo", "entropy_penalty": PENALTY}})
+
+
+def masked_batch(parts: TinyParts) -> Batch:
+    """The batch of other tests, with rewards and masked pictures."""
+    rng, batch = np.random.default_rng(3), make_batch(parts)
+    groups = zip(batch.groups, mixed_prompts(parts, MASK), strict=True)
+    batch = Batch(groups=tuple(replace(group, masked=masked) for group, masked in groups))
+    return replace_samples(batch, lambda sample: replace(sample, reward=float(rng.normal())))
+
+
+def updated(parts: TinyParts, algorithm: Algorithm, **train: object) -> tuple[dict[str, Tensor], Metrics]:
+    """Gradients and metrics of one step."""
+    policy, batch = make_policy(parts, algorithm=algorithm, **train), masked_batch(parts)
+    batch = policy.compute_logprobs(batch, Needs.of(algorithm))
+    if algorithm is VPPO:
+        batch, _ = with_advantages(batch, algorithm, 0.0)
+    return gradients_and_metrics(policy, batch)
+
+
+def written_out_with_masks(parts: TinyParts, algorithm: Algorithm) -> tuple[dict[str, Tensor], float]:
+    """Gradients of the whole objective, one completion at a time through transformers; the dependence."""
+    batch = masked_batch(parts)
+    pairs = [(group, sample) for group in batch.groups for sample in group.samples]
+    clean = [reference_logprobs(parts, group.prompt, sample.token_ids_T, 0.9) for group, sample in pairs]
+    masked = [reference_logprobs(parts, group.masked, sample.token_ids_T, 0.9).detach() for group, sample in pairs]
+    advantages = [torch.from_numpy(sample.advantages_T) for _, sample in pairs]
+    if algorithm is VPPO:
+        advantages = vppo_advantages(batch, clean, masked)
+    loss, dependence = torch.zeros(()), 0.0
+    for clean_T, masked_T, advantages_T in zip(clean, masked, advantages, strict=True):
+        kl_T = low_var_kl(clean_T, masked_T)
+        loss = loss - ((clean_T - clean_T.detach()).exp() * advantages_T).sum() - PENALTY * clean_T.sum()
+        if algorithm is not VPPO:
+            loss = loss - COEF * kl_T.sum() - MASKED_PENALTY * masked_T.sum()
+        dependence += float(kl_T.detach().sum())
+    (loss / NUM_TOKENS).backward()
+    return policy_gradients(parts.network), dependence / sum(map(len, clean))
+
+
+def vppo_advantages(batch: Batch, clean: list[Tensor], masked: list[Tensor]) -> list[Tensor]:
+    """GRPO's advantages times the authors' factors."""
+    padded = [pad_sequence([x_T.detach() for x_T in rows], batch_first=True) for rows in (clean, masked)]
+    mask_BT = pad_sequence([torch.ones(len(x_T)).bool() for x_T in clean], batch_first=True)
+    factors_BT = authors_vppo(*padded, mask_BT, 0.4, 0.9)
+    rewards = torch.tensor([[sample.reward for sample in group.samples] for group in batch.groups])
+    values = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
+    return [value * factors_T[: len(x_T)] for value, factors_T, x_T in zip(values, factors_BT, clean, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("algorithm", [CONSTANT, VPPO], ids=["papo", "vppo"])
+def test_gradients_are_those_of_two_passes(algorithm: Algorithm, family: str) -> None:
+    expected, dependence = written_out_with_masks(tiny(family), algorithm)
+    found, metrics = updated(tiny(family), algorithm)
+    assert largest_relative_difference(expected, found) < GRADIENT_TOLERANCE
+    assert metrics["picture/dependence"] == pytest.approx(dependence, rel=1e-3)
+    assert metrics["actions_trained"] == sum(len(s.token_ids_T) for s in make_batch(tiny(family)).samples)
+
+
+def counted(algorithm: Algorithm) -> tuple[int, int]:
+    """Floating point operations of scoring and of the update of a step, as torch counts them."""
+    parts = tiny("qwen3_vl", hidden_size=128, num_heads=4, num_kv_heads=2, intermediate_size=512)
+    policy, batch = make_policy(parts, algorithm=algorithm), masked_batch(parts)
+    if algorithm.augmentation is None:
+        batch = Batch(groups=tuple(replace(group, masked=None) for group in batch.groups))
+    scoring, update = (FlopCounterMode(display=False, custom_mapping=NOT_COUNTED_BY_TORCH) for _ in range(2))
+    with scoring:
+        batch = policy.compute_logprobs(batch, Needs.of(algorithm))
+    with update:
+        policy.update(batch)
+    return scoring.get_total_flops(), update.get_total_flops()
+
+
+def test_the_masked_view_costs_a_scoring_pass() -> None:
+    """A third of an update, which costs no more."""
+    (nothing, plain), (scoring, update) = map(counted, (Algorithm(), CONSTANT))
+    assert nothing == 0
+    assert update == pytest.approx(plain, rel=0.01)
+    assert scoring == pytest.approx(plain / 3, rel=0.1)
+
+
+@pytest.mark.parametrize("settings", [{"max_tokens_per_microbatch": 150}, {"backend": {"logits_mib": 0.005}}], ids=str)
+def test_any_split_gives_the_same_gradient(settings: dict[str, object]) -> None:
+    """Of a group over rows, and of the logits."""
+    found, _ = updated(tiny("qwen3_vl"), CONSTANT, **settings)
+    assert largest_relative_difference(updated(tiny("qwen3_vl"), CONSTANT)[0], found) < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("algorithm", [CONSTANT, VPPO], ids=["papo", "vppo"])
+def test_a_rank_is_sent_the_pixels_of_both_views(algorithm: Algorithm) -> None:
+    policy = policy_of(ALONE, algorithm.model_dump(include={"augmentation"}), train={"max_tokens_per_microbatch": 150})
+    assert step(policy, masked_batch(tiny("qwen3_vl")))["picture/dependence"] > 0
+
+
+def test_samples_of_noisy_pictures_are_no_measure_of_the_engine() -> None:
+    """Without them the comparison is that of the others, which is not turned off."""
+    batch = make_batch(tiny("qwen3_vl"))
+    first, *others = batch.groups
+    noisy = replace(first.samples[0], rollout_logprobs_T=np.full(5, -50.0, np.float32))
+    whole = Batch(groups=(replace(first, samples=(replace(noisy, is_noisy=True), *first.samples[1:])), *others))
+    without = Batch(groups=(replace(first, samples=first.samples[1:]), *others))
+    found, expected = (make_policy(tiny("qwen3_vl")).update(each) for each in (whole, without))
+    for key in ("mismatch/abs", "mismatch/kl", "mismatch/max", "mismatch_trained/abs"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-5) != 0

@@ -1,10 +1,12 @@
-"""A step cut over two real processes, each with its own groups: summed, the gradient and loss of one process."""
+"""Calls that are forwarded to the processes of a policy, and a step cut over two real ones: the gradient of one."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,17 +15,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fovea.algorithms.aggregation import sample_weights
+from fovea.cluster.services import WorkersPolicy
 from fovea.config.algorithm import Algorithm, Critic, Gae, KlInLoss
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import trainable_parameters
 from fovea.samples import replace_samples, with_old_logprobs, with_reference_logprobs
+from fovea.train.base import CALLS, Policy
+from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
+from fovea.train.update import TrainedPolicy
 from fovea.types import Batch
-from tests.policies import gradients_and_metrics, make_batch, make_policy
+from tests.policies import gradients_and_metrics, make_batch, make_policy, ppo_policy, scored
 from tests.process_ranks import run_group
 from tests.reference import largest_relative_difference
 from tests.tiny_models import tiny
-from tests.train.ppo_policies import ppo_policy, scored
+
+
+def test_each_call_is_a_method_of_a_process_with_the_same_signature() -> None:
+    assert {"compute_logprobs", "update", "save", "export"} <= CALLS
+    for name in CALLS:
+        assert inspect.signature(getattr(TrainedPolicy, name)) == inspect.signature(getattr(Policy, name)), name
+
+
+@pytest.mark.parametrize("forwards", [LocalPolicy, WorkersPolicy])
+def test_what_a_forwarder_writes_out_has_the_signature_of_the_policy(forwards: type) -> None:
+    written = vars(forwards).keys() & {*CALLS, "describe", "close"}
+    assert len(written) > 2
+    for name in written:
+        ours, asked = (list(inspect.signature(getattr(each, name)).parameters) for each in (forwards, Policy))
+        assert ours == asked, name
+
+
+@pytest.mark.parametrize("forwards", [LocalPolicy, lambda policy: WorkersPolicy(policy, cast(Any, None))])
+def test_nothing_else_is_forwarded(forwards: Any) -> None:
+    for name in ("logprobs", "_optimizers", "weights_to_sync", "sfft"):
+        with pytest.raises(AttributeError, match=f"a policy has no call {name}"):
+            getattr(forwards(cast(Any, None)), name)
+
 
 TOLERANCE = 1e-6
 GRPO = Algorithm(entropy_coef=0.1, kl=KlInLoss(coef=0.05), aggregation="seq-mean-token-mean")
@@ -39,17 +67,12 @@ def double() -> TinyParts:
     return parts
 
 
-def grpo_policy() -> TorchPolicy:
-    return make_policy(double(), algorithm=GRPO)
-
-
-def shared_trunk_policy() -> TorchPolicy:
-    return ppo_policy(double(), algorithm=PPO)
-
-
-POLICIES: dict[str, Callable[[], TorchPolicy]] = {"grpo": grpo_policy, "ppo": shared_trunk_policy}
+POLICIES: dict[str, Callable[[], TorchPolicy]] = {
+    "grpo": lambda: make_policy(double(), algorithm=GRPO),
+    "ppo": lambda: ppo_policy(double(), algorithm=PPO),  # the trunk is shared
+}
 CUTS = {"two and two": 2, "one and three": 1}
-"""How many groups the first process has; of one without an image the vision tower gets no gradient."""
+"""How many groups the first one_of_two has; of one without an image the vision tower gets no gradient."""
 
 
 def step_of(name: str) -> Batch:
@@ -84,7 +107,7 @@ def result_of(name: str, groups: Batch) -> Result:
     return zeros | found | {"loss": torch.tensor(metrics["loss"])}
 
 
-def process(rank: int, steps: dict[str, Batch], folder: Path) -> None:
+def one_of_two(rank: int, steps: dict[str, Batch], summed_by_two: Path) -> None:
     """One of two: its part of every step, and the sum with the other's."""
     for name, step in steps.items():
         for cut, first in CUTS.items():
@@ -92,7 +115,7 @@ def process(rank: int, steps: dict[str, Batch], folder: Path) -> None:
             summed = result_of(name, replace(step, groups=mine))
             for value in summed.values():
                 dist.all_reduce(value)
-            torch.save(summed, folder / f"{name} {cut} {rank}")
+            torch.save(summed, summed_by_two / f"{name} {cut} {rank}")
 
 
 @pytest.fixture(scope="module")
@@ -101,19 +124,19 @@ def steps() -> dict[str, Batch]:
 
 
 @pytest.fixture(scope="module")
-def folder(steps: dict[str, Batch], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def summed_by_two(steps: dict[str, Batch], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes left behind, which are started once for all steps and cuts."""
-    folder = tmp_path_factory.mktemp("processes")
-    run_group(process, steps, folder)
-    return folder
+    summed_by_two = tmp_path_factory.mktemp("processes")
+    run_group(one_of_two, steps, summed_by_two)
+    return summed_by_two
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", POLICIES)
 def test_two_processes_have_the_loss_and_gradient_of_one(
-    name: str, cut: str, steps: dict[str, Batch], folder: Path
+    name: str, cut: str, steps: dict[str, Batch], summed_by_two: Path
 ) -> None:
     expected = result_of(name, steps[name])
     for rank in range(2):
-        summed: Result = torch.load(folder / f"{name} {cut} {rank}")
+        summed: Result = torch.load(summed_by_two / f"{name} {cut} {rank}")
         assert largest_relative_difference(expected, summed) < TOLERANCE

@@ -1,8 +1,9 @@
-"""Parts of the model that are trained each in its own way: learning rates apart, adapters on the vision."""
+"""Parts of the model that are trained in different ways: rates of learning, adapters on vision, dropout."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +11,18 @@ import torch
 
 from fovea.config.algorithm import Algorithm, KlInLoss
 from fovea.config.model import Lora, Model, TinyModel
+from fovea.config.run import Config
 from fovea.models.modules import family_of_network
 from fovea.models.plain import PlainVLM
 from fovea.models.trainable import choose_trainable, part_of, trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.samples import replace_samples
+from fovea.train.base import Needs
+from fovea.train.torch.policy import TorchPolicy
+from fovea.train.torch.policy import make_policy as policy_of_run
 from fovea.types import Batch
+from fovea.wiring.engine import make_tape
+from fovea.wiring.model import make_vlm
 from tests.policies import (
     APART,
     GRADIENT_TOLERANCE,
@@ -25,9 +32,11 @@ from tests.policies import (
     policy_on,
     train_settings,
     update_gradients,
+    weights_of,
     written_out_gradients,
 )
 from tests.reference import largest_relative_difference
+from tests.saved import save_policy
 from tests.tiny_models import FAMILIES, tiny
 from tests.train.rank_policies import step
 
@@ -94,3 +103,64 @@ def test_steps_of_no_one_and_two_pictures_are_the_same_on_the_plain_path_under_a
         # Adam's step of a gradient near zero is rounding
         assert (change - changes[1][name]).norm() <= 0.02 * change.norm(), name
     assert any(change.any() for name, change in changes[0].items() if ".visual." in name)
+
+
+def settings(dropout: float) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"tiny": {}, "lora": {"rank": 4, "dropout": dropout}},
+            "train": {"learning_rate": 1e-2, "lr_warmup_steps": 0, "plain_update_every_steps": 1},
+        }
+    )
+
+
+def policy_with(dropout: float) -> TorchPolicy:
+    network = tiny("qwen3_vl").network.eval()
+    policy = policy_of_run(settings(dropout), make_vlm(settings(dropout), network, banned_ids=()))
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "lora_B" in name:  # zero at the start: dropping what it is multiplied with would change nothing
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    return policy
+
+
+def stepped(policy: TorchPolicy, seed: int = 0) -> dict[str, float]:
+    config = settings(0.5)
+    batch = make_batch(tiny("qwen3_vl"), seed)
+    return policy.update(policy.compute_logprobs(batch, Needs.of(config.algorithm, dropout=config.model.has_dropout)))
+
+
+def test_old_logprobs_are_those_that_sampled() -> None:
+    """The ratio is of the dropped-out network to the whole one, and what the engine is compared with is whole."""
+    plain, dropped = policy_with(0.0), policy_with(0.5)
+    batch = make_batch(tiny("qwen3_vl"))
+    needs = Needs.of(settings(0.5).algorithm, dropout=settings(0.5).model.has_dropout)
+    assert needs.old_logprobs
+    scored = (policy.compute_logprobs(batch, needs).samples for policy in (dropped, plain))
+    for ours, theirs in zip(*scored, strict=True):
+        np.testing.assert_allclose(ours.old_logprobs_T, theirs.old_logprobs_T, atol=1e-5)
+    with_it, without = stepped(dropped), stepped(plain)
+    assert with_it["mismatch/kl"] == pytest.approx(without["mismatch/kl"], rel=1e-5)
+    assert without["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert abs(with_it["ratio_mean"] - 1) > 1e-3
+
+
+def test_a_resumed_run_drops_the_same_inputs(tmp_path: Path) -> None:
+    """Whatever else has drawn from torch's generator, which an update leaves as it was."""
+    whole, resumed = policy_with(0.5), policy_with(0.5)
+    stepped(whole)
+    save_policy(whole, tmp_path)
+    state = torch.get_rng_state()
+    stepped(whole, 1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(7)
+    resumed.load(tmp_path)
+    stepped(resumed, 1)
+    for (name, one), (_, other) in zip(weights_of(whole).items(), weights_of(resumed).items(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_the_outputs_of_a_rollout_are_not_those_of_an_update_with_dropout() -> None:
+    vlm = make_vlm(settings(0.5), tiny("qwen3_vl").network, banned_ids=())
+    assert make_tape(settings(0.5), vlm) is None
+    assert make_tape(settings(0.0), vlm) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +22,17 @@ from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
 from fovea.types import Prompt
+from tests.records import text_prompt
 from tests.reference import (
     OF_DECAY,
     gradients,
     largest_relative_difference,
+    of_row,
     reference_entropy,
     reference_logprobs,
     reference_states,
+    row_of,
+    vlm_of,
 )
 from tests.runs import SMALL, train_here
 from tests.tiny_models import CPU, image, random_completions, renderer, tiny, user, with_values
@@ -44,15 +48,14 @@ families = pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 
 def prompts_of(parts: TinyParts) -> list[Prompt]:
     """One image, three images of odd sizes among text, none, and a single token."""
-    render = renderer(parts)
     odd = [image(3, 64, 97), image(4, 33, 50), image(5, 80, 40)]
-    longest = [
-        render.prompt(user(image(1), "How many circles?")),
-        render.prompt(user("Compare ", odd[0], " with ", odd[1], " and ", odd[2], ": how many circles are there?")),
-        render.prompt(user("What colour is the square?")),
+    chats = [
+        user(image(1), "How many circles?"),
+        user("Compare ", odd[0], " with ", odd[1], " and ", odd[2], ": how many circles are there?"),
+        user("What colour is the square?"),
     ]
-    short = Prompt(token_ids_L=longest[2].token_ids_L[:2], unexpanded_ids_U=longest[2].token_ids_L[:2], images=())
-    return [*longest, short]
+    longest = list(map(renderer(parts).prompt, chats))
+    return [*longest, text_prompt(longest[2].token_ids_L[:2])]
 
 
 @pytest.fixture(params=["float32", "float64"])
@@ -68,9 +71,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
 
 @families
 @paths
-def test_scores_and_gradients_equal_transformers(
-    path: Callable[..., PolicyNetwork], family: str, dtype: torch.dtype
-) -> None:
+def test_scores_and_gradients_equal_transformers(path: type[PolicyNetwork], family: str, dtype: torch.dtype) -> None:
     """Of every parameter; the decay's in float64 only: its gradients are sums of far larger numbers of both signs."""
     parts, twin = tiny(family, num_layers=LAYERS), tiny(family, num_layers=LAYERS)
     prompts, completions = prompts_of(parts), random_completions(COUNTS)
@@ -79,21 +80,18 @@ def test_scores_and_gradients_equal_transformers(
     if dtype == torch.double:
         for network in (parts.network, twin.network):
             network.set_experts_implementation("eager")
-    assert vlm.value_head is not None
-    found = vlm(pack_row(vlm.family, prompts, completions, CPU), temperature=TEMPERATURE, chunk_tokens=50)
-    pairs = [(prompt, each) for prompt, group in zip(prompts, completions, strict=True) for each in group]
+    found = vlm(row_of(parts, COUNTS, prompts), temperature=TEMPERATURE, chunk_tokens=50)
     expected = [
-        torch.cat([reference_logprobs(twin, *pair, TEMPERATURE) for pair in pairs]),
-        torch.cat([reference_entropy(twin, *pair, TEMPERATURE) for pair in pairs]),
-        torch.cat([reference_states(twin, *pair) @ vlm.value_head.linear.weight[0].detach() for pair in pairs]),
+        of_row(reference_logprobs, twin, prompts, completions, TEMPERATURE),
+        of_row(reference_entropy, twin, prompts, completions, TEMPERATURE),
+        of_row(reference_states, twin, prompts, completions) @ vlm.value_head.linear.weight[0].detach(),
     ]
-    assert found.values_A is not None
     scores, is_double = [found.logprobs_A, found.entropies_A, found.values_A], dtype == torch.double
     for mine, other in zip(scores, expected, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-9 if is_double else 2e-5, rtol=0)
     weight_A = torch.from_numpy(np.random.default_rng(0).normal(size=found.logprobs_A.shape)).to(dtype)
-    sum(((weight_A * each).sum() for each in scores), torch.zeros(())).backward()
-    sum(((weight_A * each).sum() for each in expected), torch.zeros(())).backward()
+    for side in (scores, expected):
+        sum(((weight_A * each).sum() for each in side), torch.zeros(())).backward()
     mine, other = gradients(vlm.network), gradients(twin.network)
     assert any(map(OF_DECAY.search, mine))
     assert largest_relative_difference(mine, other) < (1e-8 if is_double else 1e-5)
@@ -103,18 +101,17 @@ def test_scores_and_gradients_equal_transformers(
 def test_a_model_without_delta_nets_equals_transformers(family: str) -> None:
     """Its attention still has gates, and its norms weights that are stored minus 1."""
     parts = tiny(family, num_layers=1)
-    prompts, completions = prompts_of(parts), random_completions(COUNTS)
+    prompts = prompts_of(parts)
     with torch.no_grad():
-        vlm = VLM(tiny(family, num_layers=1).network, parts.processor.banned_ids)
-        found = vlm(pack_row(vlm.family, prompts, completions, CPU), temperature=1.0, chunk_tokens=50).logprobs_A
-        pairs = [(prompt, each) for prompt, group in zip(prompts, completions, strict=True) for each in group]
-        expected = torch.cat([reference_logprobs(parts, *pair) for pair in pairs])
+        vlm = vlm_of(tiny(family, num_layers=1))
+        found = vlm(row_of(parts, COUNTS, prompts), temperature=1.0, chunk_tokens=50).logprobs_A
+        expected = of_row(reference_logprobs, parts, prompts, random_completions(COUNTS))
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
 @families
 @paths
-def test_a_row_changes_nothing_of_another(path: Callable[..., PolicyNetwork], family: str) -> None:
+def test_a_row_changes_nothing_of_another(path: type[PolicyNetwork], family: str) -> None:
     """Other tokens in one completion, and in one prompt: all log-probs but theirs stay as they are, to the last bit."""
     parts = tiny(family, num_layers=LAYERS)
     vlm = path(parts.network, parts.processor.banned_ids)
@@ -128,9 +125,7 @@ def test_a_row_changes_nothing_of_another(path: Callable[..., PolicyNetwork], fa
 
     before = logprobs()
     completions[0][2] = completions[0][2][::-1].copy()
-    prompts[2] = Prompt(
-        token_ids_L=prompts[2].token_ids_L[::-1].copy(), unexpanded_ids_U=prompts[2].unexpanded_ids_U, images=()
-    )
+    prompts[2] = replace(prompts[2], token_ids_L=prompts[2].token_ids_L[::-1].copy())
     same = [np.array_equal(first, second) for first, second in zip(before, logprobs(), strict=True)]
     assert same == [True, True, False, True, True, False, True, True]
 
@@ -160,7 +155,6 @@ def test_it_trains_passes_the_parity_gate_and_is_exported(
 
 def test_kernels_that_are_not_installed_are_named_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = decoder_shape(tiny("qwen3_5").network.config.get_text_config()).delta
-    assert shape is not None
     found = [lambda name: None, lambda name: None if name == "fla" else name, lambda name: name]
     notes = []
     monkeypatch.setattr(delta_rule, "delta_refusals", lambda *_: {})
@@ -168,8 +162,5 @@ def test_kernels_that_are_not_installed_are_named_on_a_gpu(monkeypatch: pytest.M
         monkeypatch.setattr(delta_rule, "find_spec", each)
         notes.append(delta_rule.slow_delta_note(shape, torch.device("cuda"), torch.bfloat16))
         assert delta_rule.slow_delta_note(shape, CPU, torch.bfloat16) is None
-    assert notes[2] is None
-    assert [str(note).rpartition("pip install ")[2] for note in notes[:2]] == [
-        "flash-linear-attention causal-conv1d)",
-        "flash-linear-attention)",
-    ]
+    missing = [note and note.rpartition("pip install ")[2] for note in notes]
+    assert missing == ["flash-linear-attention causal-conv1d)", "flash-linear-attention)", None]

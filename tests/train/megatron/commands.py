@@ -9,18 +9,11 @@ from tests.rollout.short_runs import LIMIT_SECONDS, QUICK, TRAINS
 from tests.warm import run_warm
 
 SETTINGS = (
-    "train.backend.name=megatron",
-    "max_steps=4",
-    "threads=1",
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=3",
-    "evaluate.every_steps=0",
+    *("train.backend.name=megatron", "max_steps=4", "threads=1"),
+    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=3", "evaluate.every_steps=0"),
     # all rows of training are searched for images that are tested, 24,000 by default
     *("environment.train_size=64", "environment.dev_size=8"),
-    "model.tiny.num_layers=2",
-    "model.tiny.num_kv_heads=2",
-    *QUICK,
-    *TRAINS,
+    *("model.tiny.num_layers=2", "model.tiny.num_kv_heads=2", *QUICK, *TRAINS),
 )
 TRAIN = ("tests.train.megatron.fovea_on_cpu", "train")
 SHAPES = (*TRAIN, "recipes/shapes.yaml", *SETTINGS)

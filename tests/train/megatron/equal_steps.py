@@ -24,10 +24,9 @@ from fovea.train.base import Needs, SftExample
 from fovea.train.torch.policy import make_policy
 from fovea.train.update import TrainedPolicy
 from fovea.wiring.model import make_vlm
-from tests.policies import make_batch, weights_of
+from tests.policies import make_batch, weights_of, with_rewards
 from tests.process_ranks import run_group
 from tests.tiny_models import mixed_prompts, random_completions, tiny
-from tests.train.ppo_policies import with_rewards
 
 NUM_STEPS = 4
 WARMED_UP = ("qwen3_vl",)
@@ -41,14 +40,11 @@ ADAM_EPS = 1e-5
 """Larger than usual: where a gradient is next to 0, AdamW's step would have the sign of rounding errors."""
 RESUMED = "resumed"
 """Begin of the names of the files of the steps from a checkpoint."""
+CRITIC = {"learning_rate": 1e-2}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
-    "ppo": {"minibatches": 1, "ppo_epochs": 2, "advantage": {"critic": {"learning_rate": 1e-2, "warmup_steps": 1}}},
-    "ppo, detached": {
-        "name": "ppo",
-        "minibatches": 1,
-        "advantage": {"critic": {"learning_rate": 1e-2, "trunk": "detached"}},
-    },
+    "ppo": {"minibatches": 1, "ppo_epochs": 2, "advantage": {"critic": {**CRITIC, "warmup_steps": 1}}},
+    "ppo, detached": {"name": "ppo", "minibatches": 1, "advantage": {"critic": {**CRITIC, "trunk": "detached"}}},
     "grpo, lora": {"name": "grpo"},
     "grpo, lora, no warm-up": {"name": "grpo"},
 }
@@ -92,14 +88,8 @@ def settings_of(folder: Path, algorithm: str = "grpo", **sections: Any) -> Confi
         "algorithm": {"name": algorithm, "entropy_coef": 0.01, "minibatches": 2, "kl": {"name": "loss", "coef": 0.05}}
         | ALGORITHMS[algorithm],
     }
-    train = {
-        "learning_rate": 1e-3,
-        "adam_eps": ADAM_EPS,
-        "max_grad_norm": 0.5,
-        "weight_decay": 0.1,
-        "max_tokens_per_microbatch": 120,
-    }
-    given["train"] = train | sections.pop("train", {})
+    train = {"learning_rate": 1e-3, "adam_eps": ADAM_EPS, "max_grad_norm": 0.5, "weight_decay": 0.1}
+    given["train"] = {**train, "max_tokens_per_microbatch": 120, **sections.pop("train", {})}
     given["warmup"] = {"learning_rate": 1e-2, "lr_warmup_steps": 2}
     return Config.model_validate(given | others | sections)
 
@@ -144,16 +134,12 @@ def warm_up(policy: TrainedPolicy, parts: TinyParts) -> list[float]:
 
 def mixed_pairs(parts: TinyParts) -> list[SftExample]:
     """An answer to each of `mixed_prompts`."""
-    answers = random_completions([[4], [2], [3]])
-    return [
-        SftExample(prompt=prompt, answer_ids=tuple(ids.tolist()))
-        for prompt, (ids,) in zip(mixed_prompts(parts), answers, strict=True)
-    ]
+    pairs = zip(mixed_prompts(parts), random_completions([[4], [2], [3]]), strict=True)
+    return [SftExample(prompt=prompt, answer_ids=tuple(ids.tolist())) for prompt, (ids,) in pairs]
 
 
 def torch_steps(config: Config, parts: TinyParts) -> Steps:
     """The steps by the torch backend in this process."""
-
     vlm = make_vlm(config, load_network(config.model), parts.processor.banned_ids)
     return run_steps(make_policy(config, vlm), parts, config.algorithm)
 

@@ -59,9 +59,8 @@ def test_a_resumed_policy_takes_the_steps_of_one_that_never_stopped(model: Path,
     with megatron_policy(model, "ppo") as policy:
         policy.load(folder)
         resumed = run_steps(policy, tiny(FAMILY, **SIZES), PPO, range(SAVED_AFTER, NUM_STEPS))
-    assert resumed.metrics == straight.metrics
-    assert resumed.logprobs == straight.logprobs
-    assert resumed.values == straight.values
+    found, expected = ((each.metrics, each.logprobs, each.values) for each in (resumed, straight))
+    assert found == expected
     assert resumed.weights.keys() == straight.weights.keys()
     assert all(torch.equal(resumed.weights[name], weight) for name, weight in straight.weights.items())
 

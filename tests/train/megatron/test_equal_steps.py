@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -43,34 +44,23 @@ LORA, LORA_ALONE = "grpo, lora", "grpo, lora, no warm-up"
 Layout = tuple[str, str, str]
 """Family, algorithm, and what is divided."""
 ALONE = [
-    ("qwen3_vl", GRPO, "alone"),
-    ("qwen2_5_vl", GRPO, "alone"),
-    ("qwen3_vl", PPO, "alone"),
-    ("qwen3_vl_moe", GRPO, "alone"),
-    ("qwen3_vl", DETACHED, "alone"),
-    ("qwen3_vl", LORA, "alone"),
+    *((family, GRPO, "alone") for family in ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")),
+    *(("qwen3_vl", algorithm, "alone") for algorithm in (PPO, DETACHED, LORA)),
     ("qwen2_5_vl", LORA_ALONE, "alone"),
 ]
+TENSOR, DATA, PIPELINE = (("qwen3_vl", PPO, divided) for divided in ("tensor", "data", "pipeline"))
+DEALT, UNDEALT = (("qwen3_vl_moe", GRPO, divided) for divided in ("experts", "pipeline"))
+ADAPTERS = ("qwen3_vl", LORA, "sequence")
 DIVIDED = [
-    ("qwen3_vl", PPO, "tensor"),
-    ("qwen3_vl", PPO, "data"),
-    ("qwen3_vl", PPO, "pipeline"),
-    ("qwen3_vl", PPO, "sequence"),
-    ("qwen2_5_vl", GRPO, "sequence"),
-    ("qwen2_5_vl", GRPO, "pipeline"),
-    ("qwen3_vl_moe", GRPO, "experts"),
-    ("qwen3_vl_moe", GRPO, "experts, layers and tokens"),
-    ("qwen3_vl_moe", GRPO, "pipeline"),
-    ("qwen3_vl", LORA, "sequence"),
-    ("qwen3_vl", LORA, "pipeline"),
-    ("qwen2_5_vl", LORA_ALONE, "data"),
-    ("qwen3_vl", GRPO, "tensor, chunks"),
-    ("qwen3_vl", GRPO, "data, chunks"),
+    *(TENSOR, DATA, PIPELINE, ("qwen3_vl", PPO, "sequence")),
+    *(("qwen2_5_vl", GRPO, divided) for divided in ("sequence", "pipeline")),
+    *(DEALT, ("qwen3_vl_moe", GRPO, "experts, layers and tokens"), UNDEALT),
+    *(ADAPTERS, ("qwen3_vl", LORA, "pipeline"), ("qwen2_5_vl", LORA_ALONE, "data")),
+    *(("qwen3_vl", GRPO, divided) for divided in ("tensor, chunks", "data, chunks")),
 ]
 CHUNKED = [("qwen3_vl", GRPO, "chunks"), ("qwen3_vl", PPO, "chunks")]
 FEW_LOGITS = {"logits_mib": 0.01}
 """Those of some eight actions."""
-TENSOR, DATA, PIPELINE, DEALT, UNDEALT, ADAPTERS = (DIVIDED[number] for number in (0, 1, 2, 6, 8, 9))
 RESUMED = [(DATA, TENSOR), (DEALT, DEALT), (DEALT, UNDEALT)]
 """Layouts, and those whose checkpoints they go on from: from tensor to data parallel, and with experts dealt out from
 those that were and from those that were not."""
@@ -128,22 +118,16 @@ def test_recomputed_layers_give_the_same_steps(layout: Layout, expected: Expecte
     check_equal(megatron_steps(case_of(layout, expected), recompute="full"), expected(*layout[:2])[1])
 
 
-def test_no_pass_with_gradients_makes_the_logits_of_its_chunks_twice(
-    expected: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_two_passes = ShardedLogprobAndEntropy.apply
-    scored = 0
+def test_no_pass_with_gradients_makes_the_logits_of_its_chunks_twice(expected: Expected) -> None:
+    layout, of_two_passes = ("qwen2_5_vl", GRPO, "chunks"), ShardedLogprobAndEntropy.apply
 
     def without_gradients(*given: Any) -> Any:
-        nonlocal scored
         assert not torch.is_grad_enabled()
-        scored += 1
         return of_two_passes(*given)
 
-    monkeypatch.setattr(ShardedLogprobAndEntropy, "apply", without_gradients)
-    layout = ("qwen2_5_vl", GRPO, "chunks")
-    check_equal(megatron_steps(case_of(layout, expected)), expected(*layout[:2])[1])
-    assert scored > 1, "the reference has no gradients"
+    with patch.object(ShardedLogprobAndEntropy, "apply", side_effect=without_gradients) as scored:
+        check_equal(megatron_steps(case_of(layout, expected)), expected(*layout[:2])[1])
+    assert scored.call_count > 1, "the reference has no gradients"
 
 
 @pytest.mark.parametrize("layout", ALONE[:2])
@@ -189,13 +173,8 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(layout: Layout, expected
 
 def last_of(steps: Steps) -> Steps:
     """Those after the checkpoint."""
-    return replace(
-        steps,
-        metrics=steps.metrics[SAVED_AFTER:],
-        logprobs=steps.logprobs[SAVED_AFTER:],
-        values=steps.values[SAVED_AFTER:],
-        warmup_losses=[],
-    )
+    later = {name: getattr(steps, name)[SAVED_AFTER:] for name in ("metrics", "logprobs", "values")}
+    return replace(steps, **later, warmup_losses=[])
 
 
 def check_equal(found: Steps, by_torch: Steps) -> None:
@@ -218,6 +197,5 @@ def test_the_steps_changed_what_is_compared(expected: Expected) -> None:
         assert len({each["loss"] for each in steps.metrics}) == len(steps.metrics)
         assert all(each["grad_norm"] > 0.5 for each in steps.metrics), "gradients that are clipped"
         assert set(COMPARED) <= set(steps.metrics[0])
-        assert len({values[0] for values in steps.values}) == (
-            len(steps.metrics) if algorithm in (PPO, DETACHED) else 0
-        )
+        has_values = algorithm in (PPO, DETACHED)
+        assert len({values[0] for values in steps.values}) == has_values * len(steps.metrics)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from fovea.config.run import Config
 from fovea.models.recompute import Recompute
 from fovea.models.tiny import TinyParts
 from fovea.train.base import Needs
-from fovea.types import Batch, Sample, SampleGroup
+from fovea.types import Batch, SampleGroup
 from fovea_tools.plan.activations import Numerics
 from fovea_tools.plan.megatron import held_states, update_peak
 from fovea_tools.plan.model_sizes import model_sizes
 from fovea_tools.plan.workload import Roles, roles_of, workload_of
-from tests.process_ranks import run_group
+from tests.process_ranks import found_by_ranks
+from tests.records import sample_of
 from tests.tiny_models import image, renderer, save, tiny, user
 from tests.tools.plan.published import wide
 from tests.train.megatron.equal_steps import SIZES, megatron_policy, settings_of
@@ -57,15 +57,8 @@ def held_by(policy: Any) -> dict[str, int]:
 def planned_states(config: Config, gpus: int, rank: int) -> dict[str, int]:
     roles = roles_of(config, gpus)
     numerics = Numerics.of(config, cuda=False)
-    of_rank = Roles(
-        trainers=gpus,
-        engines=gpus,
-        apart=False,
-        shares=roles.shares,
-        stages=roles.stages,
-        stage=rank * roles.stages // gpus,
-        is_divided=True,
-    )
+    stages = {"shares": roles.shares, "stages": roles.stages, "stage": rank * roles.stages // gpus}
+    of_rank = Roles(trainers=gpus, engines=gpus, apart=False, is_divided=True, **stages)
     states = held_states(config, model_sizes(config), of_rank, numerics).on_device
     return {part: states[part] for part in ("parameters", "gradients", "optimizer")}
 
@@ -85,49 +78,36 @@ def test_states_are_those_that_each_of_two_processes_holds(tmp_path: Path) -> No
         (save(tiny(family, **SIZES), tmp_path / str(number)), backend)
         for number, (family, backend) in enumerate(BACKENDS)
     ]
-    run_group(_rank, cases, tmp_path)
-    for rank in range(2):
-        measured = json.loads((tmp_path / f"{rank}.json").read_text())
+    for rank, measured in enumerate(found_by_ranks(_held_by_rank, cases, folder=tmp_path)):
         for (folder, backend), held in zip(cases, measured, strict=True):
             config = settings_of(folder, train={"backend": {"name": "megatron", **backend}})
             assert planned_states(config, 2, rank) == pytest.approx(held, rel=HELD), backend
 
 
-def _rank(rank: int, cases: Sequence[tuple[Path, dict[str, int]]], folder: Path) -> None:
+def _held_by_rank(rank: int, cases: Sequence[tuple[Path, dict[str, int]]]) -> list[dict[str, int]]:
     held = []
     for model, backend in cases:
         with megatron_policy(model, **backend) as policy:
             held.append(held_by(policy))
-    (folder / f"{rank}.json").write_text(json.dumps(held))
+    return held
 
 
 def alike_groups(parts: TinyParts) -> Batch:
     """Groups of equal lengths with an image each, as a plan assumes them, of unequal completions."""
     prompts = [renderer(parts).prompt(user(image(seed, 64, 64), "How many circles?")) for seed in range(GROUPS)]
-    samples = tuple(
-        Sample(
-            token_ids_T=np.full(TOKENS, 5 + number),
-            mask_T=np.ones(TOKENS, dtype=np.bool_),
-            rollout_logprobs_T=np.full(TOKENS, -5.0, dtype=np.float32),
-            reward=0.0,
-            weight=0.1,
-            advantages_T=np.full(TOKENS, 1.0 - number, dtype=np.float32),
-        )
-        for number in range(SAMPLES)
-    )
-    return Batch(groups=tuple(SampleGroup(prompt=prompt, samples=samples) for prompt in prompts))
+    samples = []
+    for number in range(SAMPLES):
+        given = {"rollout_logprobs_T": -5.0, "advantages_T": 1.0 - number}
+        fields = {name: np.full(TOKENS, value, np.float32) for name, value in given.items()}
+        samples.append(sample_of(np.full(TOKENS, 5 + number), weight=0.1, **fields))
+    return Batch(groups=tuple(SampleGroup(prompt=prompt, samples=tuple(samples)) for prompt in prompts))
 
 
 def planned_config(folder: Path, batch: Batch, how: Recompute) -> Config:
     """Settings whose plan has the micro-batches of this batch."""
     prompt = batch.groups[0].prompt
-    plan = {
-        "gpu": "cpu",
-        "gpus": 1,
-        "prompt_tokens": prompt.num_tokens,
-        "image_tokens": prompt.images[0].num_tokens,
-        "completion_tokens": TOKENS,
-    }
+    plan = {"gpu": "cpu", "gpus": 1, "prompt_tokens": prompt.num_tokens, "completion_tokens": TOKENS}
+    plan["image_tokens"] = prompt.images[0].num_tokens
     train = {"backend": {"name": "megatron"}, "gradient_checkpointing": how, "max_tokens_per_microbatch": 10**6}
     rollout = {"prompts_per_step": GROUPS, "samples_per_prompt": SAMPLES, "max_new_tokens": TOKENS}
     return settings_of(folder, train=train, rollout=rollout, plan=plan)

@@ -1,11 +1,14 @@
-"""Whole runs with train.backend=megatron, only by the settings and in their own processes."""
+"""Whole runs with train.backend=megatron in their own processes: embedded, with engines of others, by recipes."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
@@ -15,6 +18,7 @@ from fovea.commands.exporting.export import export
 from fovea.commands.targets import parse_target, shared_settings
 from fovea.config.loading import load_config
 from fovea.config.model import Model
+from fovea.config.recipes import shipped_recipe
 from fovea.metrics.log import read_metrics
 from fovea.models.adapter_files import ADAPTER_WEIGHTS
 from fovea.models.load import load_network
@@ -22,11 +26,15 @@ from fovea.models.trainable import choose_trainable, factored_weights
 from fovea.report.about import CONFIG_FILE
 from fovea.utils.checksum import bit_hash, combined
 from fovea_gym.errors import ConfigError
+from gym_tests.environments.files import row
+from tests.cluster.torchrun_runs import run_on
 from tests.policies import weights_of
+from tests.rollout.serve_command import serving
 from tests.rollout.short_runs import check_exact, wait_for_steps
-from tests.runs import untimed
+from tests.runs import HASH_REWARD, untimed
+from tests.tiny_models import save, tiny
 from tests.train.megatron.commands import SHAPES, environment, fovea
-from tests.train.megatron.equal_steps import megatron_policy
+from tests.train.megatron.equal_steps import SIZES, megatron_policy
 from tests.warm import WarmProcess
 
 
@@ -74,9 +82,8 @@ def exported(straight: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_export_has_the_weights_that_the_engine_was_given(straight: Path, exported: Path) -> None:
     tensors = AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32).state_dict()
     with megatron_policy(exported) as policy:
-        synced = [
-            weight.name for weight in policy.weights_to_sync() if weight.is_trained
-        ]  # in the order of a weight sync
+        # in the order of a weight sync
+        synced = [weight.name for weight in policy.weights_to_sync() if weight.is_trained]
     found = combined(int(bit_hash(tensors[name])) for name in synced)
     assert found == read_metrics(straight)[-1]["weights_checksum"]
 
@@ -106,13 +113,8 @@ def test_a_checkpoint_is_read_by_trust_alone(straight: Path, tmp_path: Path) -> 
 
 
 LORA = (
-    "model.lora.rank=4",
-    "model.lora.exclude=[layers.1.mlp]",
-    "algorithm.kl.name=loss",
-    "algorithm.kl.coef=0.01",
-    "model.tiny=null",
-    "model.dtype=float32",
-    "warmup=null",
+    *("model.lora.rank=4", "model.lora.exclude=[layers.1.mlp]", "model.tiny=null", "model.dtype=float32"),
+    *("algorithm.kl.name=loss", "algorithm.kl.coef=0.01", "warmup=null"),
 )
 
 
@@ -148,3 +150,84 @@ def test_either_backend_goes_on_from_an_exported_adapter(with_adapters: Path, tm
     assert by_torch.keys() == by_megatron.keys()
     assert all(torch.equal(by_megatron[name], weight) for name, weight in by_torch.items())
     assert any(".lora_B." in name and weight.any() for name, weight in by_megatron.items())
+
+
+VLLM = os.environ.get("FOVEA_VLLM_PYTHON", ".venv-vllm/bin/python")
+SGLANG = os.environ.get("FOVEA_SGLANG_PYTHON", ".venv-sglang/bin/python")
+"""Interpreters of the environments of the engines, which want transformers 5."""
+ON_VLLM = (
+    "rollout.engine.name=vllm",
+    f"rollout.engine.python={VLLM}",
+    "rollout.engine.enforce_eager=true",
+    "rollout.engine.kv_cache_gib=0.25",
+)
+ADAPTERS = ("model.lora.rank=4", "model.lora.exclude=[layers.1.mlp]", "rollout.engine.enable_lora=true")
+PATIENCE = 400.0
+"""Both libraries are imported, one after the other."""
+CASES = {
+    "adapters beside the weights, vLLM": (*ON_VLLM, *ADAPTERS),
+    "all weights, SGLang": ("rollout.engine.name=sglang", f"rollout.engine.python={SGLANG}"),
+}
+
+
+SHORT = ("max_steps=3", "data.max_prompt_tokens=400", "evaluate.before_training=false")
+
+
+def check_each_step(run_dir: Path, engine: str) -> None:
+    """The parity gate, and log-probs of two later steps: the first weight sync brings all weights."""
+    check_exact(run_dir, engine, steps=3)
+    assert len({row["weights_checksum"] for row in read_metrics(run_dir)}) == 3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_draws_with_the_weights_of_each_step(case: str, tmp_path: Path) -> None:
+    settings = CASES[case]
+    fovea(tmp_path, *settings, *SHORT, limit_seconds=PATIENCE)
+    check_each_step(tmp_path, settings[0].rpartition("=")[2])
+
+
+def test_servers_draw_with_the_weights_of_each_step(tmp_path: Path) -> None:
+    """The server, and the run's client of it, are in the engine's environment; weights go through a folder."""
+    model, weights, run_dir = tmp_path / "model", tmp_path / "weights", tmp_path / "run"
+    save(tiny("qwen3_vl", num_layers=2, num_kv_heads=2), model)
+    with serving(model, "--for-training", str(weights), python=VLLM) as server:
+        server.wait_until_ready()
+        engine = (
+            "rollout.engine.name=vllm_servers",
+            f"rollout.engine.servers=[{server.url}]",
+            f"rollout.engine.weights_dir={weights}",
+            f"rollout.engine.python={VLLM}",
+        )
+        its_model = (f"model.path={model}", "model.tiny=null")
+        fovea(run_dir, *engine, *SHORT, *its_model, limit_seconds=PATIENCE)
+    check_each_step(run_dir, "vllm_servers")
+
+
+SMALL = (
+    *("model.dtype=float32", "max_steps=2", "threads=1", "data.max_prompt_tokens=512", "algorithm.minibatches=2"),
+    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=6", "parity.prompts=1"),
+    *("evaluate.before_training=false", "evaluate.image_controls=false", "evaluate.shared_images=ignore"),
+    *("evaluate.test_size=2", "evaluate.dev_size=2", "log.tensorboard=false", HASH_REWARD),
+)
+ONE_READS = ("tests.train.megatron.one_reader", "train")
+BASE = "geo3k_qwen2_5_vl_7b"
+UNDIVIDED = ["train.backend.tensor_parallel_size=1", "train.backend.sequence_parallel=false"]
+RECIPES = {"megatron_qwen2_5_vl": ("qwen2_5_vl", []), "megatron_qwen3_vl": ("qwen3_vl", UNDIVIDED)}
+"""By recipe: the family of its model, and settings with which two processes hold the model once."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_takes_two_steps(recipe: str, tmp_path: Path) -> None:
+    """The network of the embedded engine is read by the first process for both."""
+    family, settings = RECIPES[recipe]
+    model, file, run_dir = save(tiny(family, **SIZES), tmp_path / "model"), tmp_path / "rows.parquet", tmp_path / "run"
+    rows = [row(f"How many sides have {n} squares?", str(4 * n)) for n in range(1, 13)]
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    words = [f"run_dir={run_dir}", f"model.path={model}", f"data.cache_dir={tmp_path / 'cache'}", *SMALL, *settings]
+    words += [f"environment.{split}_files=[{file}]" for split in ("train", "dev", "test")]
+    run_on(2, *ONE_READS, BASE, recipe, *words)
+    steps = read_metrics(run_dir)
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["actions_trained"] > 0 and step["grad_norm"] > 0 for step in steps)
+    given = load_config([shipped_recipe(BASE), shipped_recipe(recipe)], settings).train
+    assert load_config([run_dir / "config.yaml"], []).train == given

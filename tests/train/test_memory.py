@@ -1,4 +1,4 @@
-"""Memory that really runs out in an update: the micro-batches are halved, and nothing else about the step changes."""
+"""Memory of an update: activations, counted by hand, and memory that really runs out."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from fovea.config.sections import Train
+from benchmarks.torch_memory import AllocationTrace
 from fovea.errors import MicrobatchMemoryError, TrainError, is_out_of_memory, memory_for
+from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.vlm import VLM
 from fovea.train.base import Needs
@@ -24,9 +27,94 @@ from fovea.train.torch.optimizer import Optimizer
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Batch
 from fovea_gym.errors import OutOfMemoryError
-from tests.policies import make_batch, make_policy, many_groups, micro_batcher, train_settings
+from gym_tests.tables import table
+from tests.policies import flat_weights, make_batch, make_policy, many_groups, micro_batcher, pairs_of, train_settings
 from tests.tiny_models import tiny
 from tests.train.limited_memory import NUM_GROUPS, ROOMY, SPARE_MIB, result
+
+ROWS, WIDTH, HIDDEN = 7, 5, 11
+LAYERS = (nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 3))
+FROZEN = nn.Linear(WIDTH, HIDDEN).requires_grad_(False)
+
+
+@table(
+    ("module", "x", "floats"),
+    [
+        # its input; the weight is saved too, and is a parameter
+        (LAYERS[0], torch.randn(ROWS, WIDTH), ROWS * WIDTH),
+        # the output of tanh is the input of the second layer and no second storage
+        (nn.Sequential(*LAYERS), torch.randn(ROWS, WIDTH), ROWS * (WIDTH + HIDDEN)),
+        (nn.Sequential(FROZEN, LAYERS[2]), torch.randn(ROWS, WIDTH), ROWS * HIDDEN),
+        # a view counts as all that it keeps alive
+        (LAYERS[0], torch.randn(10 * ROWS, WIDTH)[:ROWS], 10 * ROWS * WIDTH),
+    ],
+)
+def test_each_layer_keeps_what_it_needs_once(module: nn.Module, x: torch.Tensor, floats: int) -> None:
+    meter = ActivationMeter(module)
+    with meter(1):
+        module(x)
+    assert meter.num_bytes == 4 * floats
+
+
+def test_only_a_larger_pass_is_counted() -> None:
+    layer = nn.Linear(WIDTH, HIDDEN)
+    meter = ActivationMeter(layer)
+    found = []
+    for size, rows in ((2, 20), (2, 99), (1, 99), (3, 30)):
+        with meter(size):
+            layer(torch.randn(rows, WIDTH))
+        found.append(meter.num_bytes // (WIDTH * 4))
+    assert found == [20, 20, 20, 30]
+    assert meter.gib == meter.num_bytes / 2**30
+
+
+def test_what_is_counted_is_freed_layer_by_layer() -> None:
+    """The peak of a pass is the same whether it is measured or not."""
+    network, x = nn.Sequential(*[nn.Linear(WIDTH, WIDTH), nn.Tanh()] * 10), torch.randn(1000, WIDTH)
+
+    def peak(size: int) -> list[int]:
+        meter, trace = ActivationMeter(network), AllocationTrace()
+        trace.start()
+        with torch.profiler.record_function("step"):
+            with meter(size):
+                loss = network(x).sum()
+            loss.backward()
+            network.zero_grad()
+        trace.stop()
+        return trace.peaks(["step"])["step"]
+
+    assert peak(size=1) == peak(size=0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_counting_changes_no_gradient(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for counts in (True, False):
+        parts = tiny("qwen3_vl")
+        recompute_activations(parts.network, recompute)
+        policy = make_policy(parts)
+        if not counts:
+            monkeypatch.setattr(ActivationMeter, "__call__", lambda *_: nullcontext())
+        metrics = policy.update(make_batch(parts))
+        assert (metrics.pop("memory/activations_gib") > 0) is counts
+        results.append((metrics, flat_weights(policy)))
+    (first, first_weights), (second, second_weights) = results
+    assert first == second
+    assert torch.equal(first_weights, second_weights)
+
+
+def gib(recompute: Recompute = "none", **train: object) -> float:
+    parts = tiny("qwen3_vl")
+    recompute_activations(parts.network, recompute)
+    return make_policy(parts, **train).update(make_batch(parts))["memory/activations_gib"]
+
+
+def test_smaller_rows_and_recomputed_layers_keep_less() -> None:
+    whole, rows = gib(), gib(max_tokens_per_microbatch=100)
+    selective, recomputed = gib("selective"), gib("full")
+    assert rows < whole
+    assert recomputed < selective < whole
+    assert recomputed < whole / 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit of the address space")
@@ -58,29 +146,31 @@ def test_a_forward_pass_without_a_backward_pass_is_freed() -> None:
     assert measured_pass()() is None
 
 
+BATCH = make_batch(tiny("qwen3_vl"))
+LONGEST = max(prompt.num_tokens + len(sample.token_ids_T) - 1 for prompt, sample in pairs_of(BATCH))
+"""Tokens of the longest completion with its prompt."""
+OF_TWO = Ranks(rank=1, size=2)
+
+
 def too_much() -> object:
     return np.empty(2**60, dtype=np.uint8)
 
 
-def fail(limit: MicrobatchLimit, batch: Batch) -> None:
-    limit.fit(too_much, batch.groups, micro_batcher(tiny("qwen3_vl")).assignment.cost)
+def limit_of(ranks: Ranks = ALONE, **train: object) -> MicrobatchLimit:
+    return MicrobatchLimit(train_settings(max_tokens_per_microbatch=512, **train), ranks)
 
 
-def longest(batch: Batch) -> int:
-    """Tokens of the longest completion with its prompt."""
-    return max(g.prompt.num_tokens + len(s.token_ids_T) - 1 for g in batch.groups for s in g.samples)
+def fit(limit: MicrobatchLimit, passes: Callable[[], object] = too_much) -> object:
+    return limit.fit(passes, BATCH.groups, micro_batcher(tiny("qwen3_vl")).assignment.cost)
 
 
 def test_below_the_longest_completion_the_settings_to_change_are_named() -> None:
-    parts = tiny("qwen3_vl")
-    limit = MicrobatchLimit(train_settings(), ALONE)
-    batch = make_batch(parts)
+    limit = limit_of()
     with pytest.raises(
-        OutOfMemoryError,
-        match=rf"one completion and its prompt, {longest(batch)} tokens; lower rollout\.max_new_tokens or",
+        OutOfMemoryError, match=rf"one completion and its prompt, {LONGEST} tokens; lower rollout\.max_new_tokens or"
     ):
-        fail(limit, batch)
-    assert limit.max_tokens == longest(batch)
+        fit(limit)
+    assert limit.max_tokens == LONGEST
 
 
 def test_a_halved_limit_gives_way_to_a_longer_completion() -> None:
@@ -95,32 +185,25 @@ def test_a_halved_limit_gives_way_to_a_longer_completion() -> None:
 
 
 def test_groups_that_are_not_split_are_an_error_at_once() -> None:
-    train = Train.model_validate({"enable_dynamic_batch_size": False, "groups_per_microbatch": 3})
     with pytest.raises(OutOfMemoryError, match=r"groups_per_microbatch=3 groups; lower it, or set train\.enable_dyn"):
-        fail(MicrobatchLimit(train, ALONE), make_batch(tiny("qwen3_vl")))
+        fit(limit_of(enable_dynamic_batch_size=False, groups_per_microbatch=3))
 
 
-def test_one_of_several_ranks_cannot_begin_again() -> None:
-    limit = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2))
-    batch = make_batch(tiny("qwen3_vl"))
-    with pytest.raises(MicrobatchMemoryError, match=r"on rank 1 in a micro-batch of 512 tokens at most") as raised:
-        fail(limit, batch)
-    assert longest(batch) <= raised.value.next_max_tokens <= 256
-
-
-def test_among_several_ranks_the_halving_ends_at_the_longest_completion() -> None:
+def test_one_of_several_ranks_cannot_begin_again_and_the_halving_ends_at_the_longest_completion() -> None:
     """It went on to a limit that no row fits, restart by restart."""
-    limit = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2))
-    batch = make_batch(tiny("qwen3_vl"))
-    for _ in range(9):
-        with pytest.raises(OutOfMemoryError) as raised:
-            fail(limit, batch)
-        if not isinstance(raised.value, MicrobatchMemoryError):
-            break
-        limit.lower(raised.value.next_max_tokens)
-    assert "of one completion and its prompt" in str(raised.value)
-    assert "lower rollout.max_new_tokens or model.max_pixels" in str(raised.value)
-    assert limit.max_tokens == longest(batch)
+    limit, lowered = limit_of(OF_TWO), []
+
+    def restart() -> None:
+        at_most = rf"on rank 1 in a micro-batch of {limit.max_tokens} tokens at most"
+        with pytest.raises(MicrobatchMemoryError, match=at_most) as raised:
+            fit(limit)
+        lowered.append(raised.value.next_max_tokens)
+        limit.lower(lowered[-1])
+
+    with pytest.raises(OutOfMemoryError, match=r"of one completion and its prompt.*lower rollout\.max_new_tokens or"):
+        [restart() for _ in range(9)]
+    assert LONGEST <= lowered[0] <= 256
+    assert limit.max_tokens == LONGEST
 
 
 class Beside:
@@ -141,59 +224,52 @@ class Beside:
         return "done"
 
 
-def fit(limit: MicrobatchLimit, beside: Beside) -> str:
-    batch = make_batch(tiny("qwen3_vl"))
-    return limit.fit(beside.passes, batch.groups, micro_batcher(tiny("qwen3_vl")).assignment.cost)
-
-
-def test_what_is_beside_the_passes_is_freed_before_micro_batches_become_smaller(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    limit, beside = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), ALONE), Beside()
+def test_what_is_beside_the_passes_is_freed_before_rows_become_smaller(caplog: pytest.LogCaptureFixture) -> None:
+    limit, beside = limit_of(), Beside()
     limit.free_memory = beside.free
-    assert fit(limit, beside) == "done"
+    assert fit(limit, beside.passes) == "done"
     assert beside.tries == 2
     assert limit.metrics() == {"microbatch/max_tokens": 512, "microbatch/out_of_memory": 0}
     beside.is_held = True  # by the next rollout
-    assert fit(limit, beside) == "done"
+    assert fit(limit, beside.passes) == "done"
     assert beside.tries == 3, "it is freed before the passes from then on"
     assert ["before every update from now on" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_several_ranks_begin_again_without_what_is_beside_and_with_the_same_limit() -> None:
-    limit, beside = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2)), Beside()
+    limit, beside = limit_of(OF_TWO), Beside()
     limit.free_memory = beside.free
     with pytest.raises(MicrobatchMemoryError, match=r"on rank 1 next to the KV cache") as raised:
-        fit(limit, beside)
+        fit(limit, beside.passes)
     assert raised.value.next_max_tokens == 512
     limit.lower(raised.value.next_max_tokens)  # the next attempt
     beside.is_held = True
-    assert fit(limit, beside) == "done"
+    assert fit(limit, beside.passes) == "done"
 
 
 def test_scoring_beside_an_engine_lowers_no_limit() -> None:
-    limit, beside, batch = MicrobatchLimit(train_settings(), ALONE), Beside(), make_batch(tiny("qwen3_vl"))
+    limit, beside = MicrobatchLimit(train_settings(), ALONE), Beside()
     limit.free_memory = beside.free
     before = limit.max_tokens
-    of_passes = limit.beside_engine(lambda: (beside.passes(), limit.max_tokens)[1], batch.groups)
+    of_passes = limit.beside_engine(lambda: (beside.passes(), limit.max_tokens)[1], BATCH.groups)
     assert beside.tries == 2
-    assert longest(batch) < of_passes < before, "one group at a time"
+    assert LONGEST < of_passes < before, "one group at a time"
     with pytest.raises(OutOfMemoryError, match=r"scoring while the engine is awake; lower the memory"):
-        limit.beside_engine(too_much, batch.groups)
+        limit.beside_engine(too_much, BATCH.groups)
     assert limit.metrics() == {"microbatch/max_tokens": before, "microbatch/out_of_memory": 0}
 
 
 def test_memory_that_runs_out_in_the_gate_of_several_ranks_lowers_no_limit() -> None:
     """The next attempt began with micro-batches of one group, for the rest of the run."""
-    limit = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2))
+    limit = limit_of(OF_TWO)
     limit.free_memory = lambda: True
     with pytest.raises(MicrobatchMemoryError, match=r"rank 1 .*rollout\.engine\.max_batch_tokens") as raised:
-        limit.beside_engine(too_much, make_batch(tiny("qwen3_vl")).groups)
+        limit.beside_engine(too_much, BATCH.groups)
     assert raised.value.next_max_tokens == limit.max_tokens == 512
 
 
 def test_a_policy_scores_one_group_at_a_time_beside_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, batch, rows = make_policy(tiny("qwen3_vl")), make_batch(tiny("qwen3_vl")), list[int]()
+    policy, rows = make_policy(tiny("qwen3_vl")), list[int]()
     forward = type(policy.vlm).forward
 
     def counted(vlm: VLM, row: PackedRow, **more: Any) -> Any:
@@ -205,8 +281,8 @@ def test_a_policy_scores_one_group_at_a_time_beside_an_engine(monkeypatch: pytes
     for beside_engine in (False, True):
         rows.append(0)
         needs = Needs(old_logprobs=True, beside_engine=beside_engine)
-        found.append([sample.old_logprobs_T for sample in policy.compute_logprobs(batch, needs).samples])
-    assert rows == [1, len(batch.groups)]
+        found.append([sample.old_logprobs_T for sample in policy.compute_logprobs(BATCH, needs).samples])
+    assert rows == [1, len(BATCH.groups)]
     for together, apart in zip(*found, strict=True):
         np.testing.assert_allclose(together, apart, atol=1e-5)
 
@@ -234,16 +310,10 @@ def test_moments_are_there_before_the_first_passes(monkeypatch: pytest.MonkeyPat
     assert [moments == weights for moments, weights in found] == [True]
 
 
-def too_large_for_torch() -> object:
-    return torch.empty(2**50)
-
-
-@pytest.mark.parametrize("allocate", [too_much, too_large_for_torch], ids=["numpy", "torch"])
+@pytest.mark.parametrize("allocate", [too_much, lambda: torch.empty(2**50)], ids=["numpy", "torch"])
 def test_what_ran_out_of_memory_is_named(allocate: Callable[[], object]) -> None:
-    with (
-        pytest.raises(OutOfMemoryError, match="memory ran out in the test; allocate less"),
-        memory_for("the test", "allocate less"),
-    ):
+    refused = pytest.raises(OutOfMemoryError, match="memory ran out in the test; allocate less")
+    with refused, memory_for("the test", "allocate less"):
         allocate()
 
 
