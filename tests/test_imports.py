@@ -74,10 +74,7 @@ LATE_IMPORTS = {
     "fovea/cli/main.py": {"train", "_train", "view", "report"},
     "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "serve"},
     "fovea/cli/doctor.py": {"check_parity"},
-    "tools/fovea_tools/commands/data.py": {
-        *("geospot", "geospot_europe", "geo3k", "readable"),
-        *("draw", "easy_vqa"),
-    },
+    "tools/fovea_tools/commands/data.py": {*("geospot", "geospot_europe", "geo3k", "readable"), *("draw", "easy_vqa")},
     "tools/fovea_tools/commands/import_config.py": {"_count_gpus"},
     "tools/fovea_tools/commands/plan.py": {"plan"},
     "tools/fovea_tools/commands/reproduce.py": {"reproduce"},

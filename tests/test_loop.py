@@ -212,14 +212,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def test_every_setting_of_sampling_reaches_the_engine(tmp_path: Path) -> None:
-    rollout = {
-        "max_new_tokens": 7,
-        "temperature": 0.5,
-        "top_p": 0.8,
-        "top_k": 3,
-        "min_p": 0.1,
-        "stop": ("x",),
-    }
+    rollout = {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.8, "top_k": 3, "min_p": 0.1, "stop": ("x",)}
     others = {"prompts_per_step": 2, "samples_per_prompt": 2, "stop_after_answer": True}
     run = bandit_run(tmp_path, rollout=rollout | others)
     run.environment.answer_end = end = AnswerEnd(closing="y")

@@ -41,10 +41,7 @@ def test_of_several_ways_the_shortest_is_counted() -> None:
 
 def test_a_name_that_is_gone_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outside = given(made=(STEP, ("a.py", "made")), used=(("b.py", "used"),))
-    assert way(outside, "made", "used") == (
-        "GONE: used does not run within take_step; put its successor into WAYS",
-        [],
-    )
+    assert way(outside, "made", "used") == ("GONE: used does not run within take_step; put its successor into WAYS", [])
     assert way(outside, "renamed", "made")[0].startswith("GONE: renamed does")
     (tmp_path / "needed.txt").write_text("fovea/loop.py\nfovea/renamed.py\n")
     monkeypatch.setattr(distance, "NEEDED", tmp_path / "needed.txt")

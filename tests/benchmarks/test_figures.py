@@ -24,12 +24,7 @@ def test_a_message_has_thirteen_bytes_a_token_and_four_more_with_advantages() ->
 
 
 def test_each_side_waits_for_the_other_where_they_take_turns() -> None:
-    row = {
-        "seconds/step": 1.0,
-        "seconds/rollout": 0.5,
-        "seconds/update": 0.3,
-        "seconds/weight_sync": 0.1,
-    }
+    row = {"seconds/step": 1.0, "seconds/rollout": 0.5, "seconds/update": 0.3, "seconds/weight_sync": 0.1}
     found = figures([row])
     assert (found["policy idle"], found["staleness"]) == (0.5, 0)
     assert found["engine idle"] == pytest.approx(0.4)
