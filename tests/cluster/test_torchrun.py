@@ -1,19 +1,26 @@
-"""Runs in two processes started by torchrun, against the same runs in one."""
+"""Runs in processes of torchrun against the same runs in one: whole, killed, overlapping, and out of memory."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from fovea import loop, loop_async
 from fovea.cluster.torchrun import join
+from fovea.config.loading import load_config
+from fovea.errors import MicrobatchMemoryError
 from fovea.metrics.log import read_metrics
+from fovea.metrics.names import undefined
 from fovea.run.run_dir import newest_step
+from fovea.wiring.run import build
 from tests.cluster.torchrun_runs import (
     LONG,
     LONG_STEPS,
@@ -32,7 +39,7 @@ from tests.cluster.torchrun_runs import (
     without_transfer,
 )
 from tests.failing_sessions import SETTINGS, WARMUP
-from tests.runs import final_weights, fovea_here, untimed
+from tests.runs import ROOT, SMALL, environment, final_weights, fovea_here, untimed
 from tests.saved import saved_tensors
 from tests.warm import run_ranks
 
@@ -227,3 +234,150 @@ def test_ranks_whose_launcher_is_killed_while_they_start_end(moment: str, tmp_pa
             time.sleep(0.05)
         process.kill()
         assert_all_end(process, tmp_path, seconds=30)
+
+
+OVERLAP = (
+    *("cluster.placement=disaggregated", "cluster.rollout_gpus=1", "rollout.max_staleness_steps=1"),
+    # random weights give no right answer, and the entropy bonus trains along with groups that are all wrong
+    *("checkpoint.every_steps=5", "algorithm.entropy_coef=0.1", "algorithm.max_groups_without_signal=4"),
+)
+
+
+def test_a_bound_of_0_gives_the_metrics_and_weights_of_the_loop_that_takes_turns(tmp_path: Path) -> None:
+    """On the demo's recipe, with a dev reading and a checkpoint on the way."""
+    for name, train in (("in_turn", loop.train), ("ahead", loop_async.train)):
+        given = ["max_steps=4", "evaluate.every_steps=2", "checkpoint.every_steps=3", "log.progress=false"]
+        run_dir = f"run_dir={tmp_path / name}"
+        train(build(load_config([ROOT / "recipes/shapes.yaml"], [run_dir, *SMALL, *given, "seed=1"])))
+    in_turn, ahead = untimed(tmp_path / "in_turn"), untimed(tmp_path / "ahead")
+    assert ahead == [row | {"staleness/mean": 0, "staleness/max": 0} for row in in_turn]
+    assert final_weights(tmp_path / "ahead", 4) == final_weights(tmp_path / "in_turn", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.kill
+def test_a_run_whose_engine_is_killed_amid_a_rollout_equals_one_that_is_not(tmp_path: Path) -> None:
+    """Weights byte for byte and metrics digit for digit, so that two runs are equal as well."""
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = start_on_two(killed, *OVERLAP)
+    (engine,) = (each for each in processes_of(killed) if rank_of(each) == "1")
+    # torchrun answers the death by SIGTERM to the driver, which then, amid an update, ends saved where no checkpoint is
+    # due: the next step would be drawn by those weights
+    process.send_signal(signal.SIGSTOP)
+    os.kill(engine, signal.SIGKILL)
+    wait_until_alone(process.pid, killed)
+    process.send_signal(signal.SIGCONT)
+    assert_all_end(process, killed)
+    assert len(read_metrics(killed)) < LONG_STEPS
+    assert all(step % 5 == 0 for step in saved_steps(killed))
+    for run_dir in (killed, whole):
+        train_on_two(*settings("recipes/shapes.yaml", run_dir, *LONG, *OVERLAP), "resume=auto")
+    rows = untimed(whole)
+    assert without_transfer(killed) == without_transfer(whole)
+    assert final_weights(killed, LONG_STEPS) == final_weights(whole, LONG_STEPS)
+    assert [row["staleness/mean"] for row in rows] == [0, 1, 1, 1, 1] * 4
+    assert undefined(key for row in read_metrics(whole) for key in row) == []
+    # the engine's log-probs are the old ones
+    is_exact = [row["ratio_mean"] == pytest.approx(1, abs=1e-5) for row in rows]
+    assert is_exact == [row["staleness/mean"] == 0 for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.kill
+def test_sigterm_saves_without_what_is_drawn_ahead_and_the_run_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start_on_two(run_dir, *OVERLAP)
+    process.send_signal(signal.SIGTERM)
+    assert_all_end(process, run_dir)
+    steps_before = len(read_metrics(run_dir))
+    assert steps_before < LONG_STEPS
+    done = train_on_two(*settings("recipes/shapes.yaml", run_dir, *LONG, *OVERLAP), "resume=auto")
+    assert f"resumed at step {steps_before}" in done
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, LONG_STEPS + 1))
+    assert rows[steps_before]["staleness/mean"] == 0
+
+
+def wait_until_alone(torchrun: int, run_dir: Path) -> None:
+    """Wait until torchrun is the last process of a run; those that it has not waited for are zombies without words."""
+    for _ in range(1200):
+        if processes_of(run_dir) == [torchrun]:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"the run goes on in {processes_of(run_dir)}")
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    return [int(each.name.removeprefix("step-")) for each in (run_dir / "checkpoints").glob("step-*")]
+
+
+SETTING = 16_000
+SCRIPT = """
+import os, resource
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from fovea.cli.main import main
+from fovea.run import lifecycle
+from fovea.train.torch.policy import TorchPolicy
+
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+update = TorchPolicy.update
+
+def update_in_little_memory(self, batch):
+    # the first update makes them before its passes, in memory of the same size
+    self._make_moments()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**20, before[1]))
+    ballast = []
+    try:
+        # what earlier phases have freed could be room enough
+        with suppress(MemoryError):
+            while True:
+                ballast.append(bytearray(2**18))
+        return update(self, batch)
+    finally:
+        # a thread that finds no memory before it says that it runs leaves Thread.start() waiting for ever
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+if (rank, attempt) == ("1", "0"):
+    TorchPolicy.update = update_in_little_memory
+if rank == "0":
+    # with NCCL the driver waits in a collective call until torchrun kills it, and leaves nothing
+    lifecycle.leaving_limit = lambda *_: nullcontext()
+try:
+    main()
+except SystemExit as ended:
+    Path(__file__).with_name(f"code-{rank}-{attempt}").write_text(str(ended.code))
+    raise
+"""
+
+
+@pytest.mark.kill
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of the address space")
+def test_a_rank_without_memory_ends_all_and_the_next_attempt_fits(tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+    words = [f"train.max_tokens_per_microbatch={SETTING}", "rollout.prompts_per_step=24", "max_steps=2"]
+    words += ["warmup=null", "model.freeze_vision_tower=false", "resume=auto"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    # seconds; with a tenth, as by default, torchrun may kill rank 0 before that has seen rank 1 go
+    launcher += ["--monitor-interval=5"]
+    done = subprocess.run(
+        [*launcher, str(script), "train", *settings("recipes/shapes.yaml", run_dir, *words)],
+        cwd=ROOT,
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 0, done.stderr
+    assert f"error: memory ran out on rank 1 in a micro-batch of {SETTING} tokens at most" in said
+    ended = [(tmp_path / f"code-{rank}-0").read_text() for rank in (0, 1)]
+    assert ended == [str(MicrobatchMemoryError.exit_code)] * 2
+    left = json.loads((run_dir / "microbatches.json").read_text())
+    assert left["setting"] == SETTING > left["limit"]
+    sizes = {row["microbatch/max_tokens"] for row in read_metrics(run_dir)}
+    assert sizes == {left["limit"]}
