@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +22,6 @@ from benchmarks.gpu import LARGEST, SHARES, TINY, VARIANTS, Findings, _parse, ma
 from benchmarks.gpu_faults import FAULTS, Fault, put_back
 from benchmarks.gpu_model import QWEN3_VL_2B, SMALL, make_shaped
 from benchmarks.gpu_parts import Figures, Setting, bytes_of_step, steps
-from benchmarks.mutations import ROOT
 from benchmarks.ours import Ours, share
 from benchmarks.overlap import figures
 from benchmarks.scaling import SAMPLES, TOKENS, message
@@ -33,6 +31,8 @@ from fovea.config.recipes import shipped_recipe
 from fovea.models.flops import FORWARD, Passes, training_passes
 from fovea.models.modules import language_model
 from fovea_tools.probe.rates import Rates
+from gym_tests.tables import table
+from tests.runs import ROOT, run_program
 
 
 def test_every_part_runs_in_small(tmp_path: Path) -> None:
@@ -75,9 +75,12 @@ def test_without_time_nothing_runs(capsys: pytest.CaptureFixture[str], tmp_path:
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["parity"] == found["decoding"] == found["steps"] == []
     printed = capsys.readouterr().out
-    assert "skipped: parity of torch.float32, eager" in printed
-    assert "skipped: decoding 4 sequences (would take about" in printed
-    assert "skipped: our step of 4x2, 6 tokens" in printed
+    for part in (
+        "parity of torch.float32, eager",
+        "decoding 4 sequences (would take about",
+        "our step of 4x2, 6 tokens",
+    ):
+        assert f"skipped: {part}" in printed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -86,38 +89,21 @@ def test_without_a_device_it_says_so() -> None:
         main([])
 
 
-def test_a_part_leaves_the_time_that_it_did_not_use_to_the_next() -> None:
+def test_a_part_leaves_the_time_that_it_did_not_use_to_the_next_or_what_is_left_of_its_share() -> None:
     now = 0.0
     budget = Budget(100.0, clock=lambda: now)
     assert budget.part(0.3).seconds_left == 30.0
     now = 10.0
     second = budget.part(0.5)
     assert second.seconds_left == 70.0
-    assert second.allows("x", 70.0)
-    assert not second.allows("x", 70.1)
+    assert [second.allows("x", seconds) for seconds in (70.0, 70.1)] == [True, False]
     assert sum(SHARES.values()) == pytest.approx(1.0)
-
-
-def test_a_part_that_took_too_long_leaves_the_next_its_share() -> None:
     now = 0.0
     budget = Budget(100.0, clock=lambda: now)
     budget.part(0.1)
     now = 60.0
     assert budget.part(0.2).seconds_left == 20.0
     assert budget.part(0.7).seconds_left == 40.0, "no part goes beyond the end of the program"
-
-
-def test_rows_are_saved_as_they_come(tmp_path: Path) -> None:
-    path = tmp_path / "found.json"
-
-    def rows() -> Iterator[Figures]:
-        yield {"x": 1.0}
-        assert json.loads(path.read_text())["first"] == [{"x": 1.0}]
-        yield {"x": 2.0}
-
-    findings = Findings({"device": "cpu"}, str(path))
-    findings.part("first", "First", rows())
-    assert findings.failed == []
 
 
 def test_keys_of_a_shared_prompt_are_read_by_each_of_its_rows() -> None:
@@ -129,17 +115,21 @@ def test_keys_of_a_shared_prompt_are_read_by_each_of_its_rows() -> None:
     assert of_rows - once == 7 * per_token * sum(prompt.num_tokens for prompt in prompts)
 
 
-def test_a_part_that_fails_keeps_its_rows_and_those_after_it_run(tmp_path: Path) -> None:
+def test_rows_are_saved_as_they_come_and_a_part_that_fails_ends_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+
     def fails() -> Iterator[Figures]:
         yield {"x": 1.0}
+        assert json.loads(path.read_text())["first"] == [{"x": 1.0}]
+        yield {"x": 2.0}
         raise RuntimeError
 
-    findings = Findings({"device": "cpu"}, str(tmp_path / "found.json"))
+    findings = Findings({"device": "cpu"}, str(path))
     findings.part("first", "First", fails())
     findings.part("second", "Second", iter([{"y": 2.0}]))
     assert findings.failed == ["first"]
-    saved = json.loads((tmp_path / "found.json").read_text())
-    assert saved == {"device": "cpu", "first": [{"x": 1.0}], "second": [{"y": 2.0}]}
+    saved = json.loads(path.read_text())
+    assert saved == {"device": "cpu", "first": [{"x": 1.0}, {"x": 2.0}], "second": [{"y": 2.0}]}
 
 
 def test_the_large_model_has_the_size_of_the_real_one() -> None:
@@ -165,27 +155,26 @@ def test_a_fault_is_in_the_copy_within_the_block_only(tmp_path: Path) -> None:
         assert (tmp_path / "code.py").read_text() == "a = 2\n"
     assert (tmp_path / "code.py").read_text() == "a = 1\n"
     (tmp_path / "code.py").write_text("a = b = 1, 1\n")
-    with (
-        pytest.raises(ValueError, match=r"code\.py contains this 2 times instead of once: 1"),
-        put_back(tmp_path, fault),
-    ):
+    twice = r"code\.py contains this 2 times instead of once: 1"
+    with pytest.raises(ValueError, match=twice), put_back(tmp_path, fault):
         pass
 
 
-SCRIPT = ROOT / "benchmarks" / "first_visit.sh"
-TEXT = SCRIPT.read_text(encoding="utf-8").replace("\\\n", " ")
+TEXT = (ROOT / "benchmarks/first_visit.sh").read_text(encoding="utf-8").replace("\\\n", " ")
+LIMITS = [int(limit) for limit in re.findall(r"^part \d-\w+ (\d+) ", TEXT, re.MULTILINE)]
 PARTS = {
     line.split()[1]: shlex.split(line)[2:] for line in TEXT.splitlines() if re.match(r'part \d-\w+ \d+ "\$py"', line)
 }
-LIMITS = [int(limit) for limit in re.findall(r"^part \d-\w+ (\d+) ", TEXT, re.MULTILINE)]
 
 
-def test_it_is_a_script_of_580_seconds_at_most() -> None:
-    subprocess.run(["bash", "-n", SCRIPT], check=True)
-    grace = re.search(r"timeout -k (\d+)", TEXT)
-    assert grace is not None
+def test_the_first_visit_is_a_script_of_580_seconds_at_most_whose_run_starts() -> None:
+    assert run_program(["bash", "-n", "benchmarks/first_visit.sh"]).returncode == 0
+    (grace,) = re.findall(r"timeout -k (\d+)", TEXT)
     assert len(LIMITS) == len(PARTS) + 1 == 5
-    assert sum(LIMITS) + len(LIMITS) * int(grace[1]) <= 580
+    assert sum(LIMITS) + len(LIMITS) * int(grace) <= 580
+    recipe, *settings = PARTS["3-train"][5:]
+    config = load_config([shipped_recipe(recipe)], [word for word in settings if "$" not in word])
+    assert (bool(config.profile), config.max_steps) == (True, 8)
 
 
 def test_each_part_names_what_is_there() -> None:
@@ -193,55 +182,37 @@ def test_each_part_names_what_is_there() -> None:
     files = [word for words in PARTS.values() for word in words if word.endswith(".py")]
     assert files
     assert [file for file in files if "pytest.mark.gpu" not in (ROOT / file).read_text(encoding="utf-8")] == []
-    assert len(re.findall(r"bench=\((.*?)\)", TEXT)) == 2
-    for options in re.findall(r"bench=\((.*?)\)", TEXT):
-        assert _parse(options.split()).seconds < LIMITS[2]
+    options = re.findall(r"bench=\((.*?)\)", TEXT)
+    assert [_parse(each.split()).seconds < LIMITS[2] for each in options] == [True, True]
 
 
 def test_the_gym_and_the_tools_are_found_without_an_installation(tmp_path: Path) -> None:
-    found = re.search(r"<<'END' \|\| exit 1\n(.*?)\nEND", TEXT, re.DOTALL)
-    assert found is not None
-    subprocess.run([sys.executable, "-c", found[1], str(tmp_path)], cwd=ROOT, check=True)
-    installed = {
-        each.name: {(point.group, point.name) for point in each.entry_points}
-        for each in distributions(path=[str(tmp_path)])
-    }
+    (script,) = re.findall(r"<<'END' \|\| exit 1\n(.*?)\nEND", TEXT, re.DOTALL)
+    assert run_program([sys.executable, "-c", script, tmp_path]).returncode == 0
+    found = distributions(path=[str(tmp_path)])
+    installed = {each.name: {(point.group, point.name) for point in each.entry_points} for each in found}
     assert ("fovea.environments", "frozen_lake") in installed["fovea-rl-gym"]
     assert installed["fovea-rl-tools"] >= {("fovea.doctor", "gpu"), ("fovea.commands", "plan")}
 
 
-def test_its_run_is_one_that_starts() -> None:
-    recipe, *settings = PARTS["3-train"][5:]
-    config = load_config([shipped_recipe(recipe)], [word for word in settings if "$" not in word])
-    assert config.profile
-    assert config.max_steps == 8
-
-
 def test_a_message_has_thirteen_bytes_a_token_and_four_more_with_advantages() -> None:
-    figures = message(4, 2)
-    assert figures["message"] * 2**20 == pytest.approx(4 * SAMPLES * TOKENS * 17, rel=0.05)
-    assert figures["images"] == 4 * 1.5
+    found = message(4, 2)
+    assert found["message"] * 2**20 == pytest.approx(4 * SAMPLES * TOKENS * 17, rel=0.05)
+    assert found["images"] == 4 * 1.5
 
 
 def test_each_side_waits_for_the_other_where_they_take_turns() -> None:
     row = {"seconds/step": 1.0, "seconds/rollout": 0.5, "seconds/update": 0.3, "seconds/weight_sync": 0.1}
-    found = figures([row])
-    assert (found["policy idle"], found["staleness"]) == (0.5, 0)
-    assert found["engine idle"] == pytest.approx(0.4)
+    idle = ("policy idle", "engine idle", "staleness")
+    assert [figures([row])[name] for name in idle] == pytest.approx([0.5, 0.4, 0])
     # where they overlap, the waiting is measured and the median taken
     measured = {"seconds/rollout": 0.9, "seconds/update": 0.7, "staleness/mean": 1}
-    idle = [{"seconds/idle_update": x, "seconds/idle_rollout": x / 2} for x in (0.1, 0.2, 9.0)]
-    found = figures([row | measured | each for each in idle])
-    assert (found["policy idle"], found["engine idle"], found["staleness"]) == (0.2, 0.1, 1)
+    waits = [{"seconds/idle_update": x, "seconds/idle_rollout": x / 2} for x in (0.1, 0.2, 9.0)]
+    found = figures([row | measured | each for each in waits])
+    assert [found[name] for name in idle] == [0.2, 0.1, 1]
 
 
-def test_the_three_ratios_by_hand() -> None:
-    """The machine halved its speed in the second pair, and disturbed the third of ours only."""
-    speedup = Speedup.of(slow=[10, 20, 12], fast=[2, 4, 6])
-    assert speedup == Speedup(of_medians=12 / 4, paired=5, of_best=5)
-
-
-@pytest.mark.parametrize(
+@table(
     ("ratio", "spreads", "shown"),
     [(4.74, (0.1, 0.2), "4.7x"), (4.74, (0.1, 0.21), "5x"), (12.93, (0.3, 0), "10x"), (0.957, (0, 0), "0.96x")],
 )
@@ -249,7 +220,10 @@ def test_a_large_spread_takes_the_second_digit(ratio: float, spreads: tuple[floa
     assert shown_ratio(ratio, spreads) == shown
 
 
-def test_one_plain_update_in_fifty_counts() -> None:
+def test_ratios_and_means_by_hand() -> None:
+    """The machine halved its speed in the second pair, and disturbed the third of ours only."""
+    assert Speedup.of(slow=[10, 20, 12], fast=[2, 4, 6]) == Speedup(of_medians=12 / 4, paired=5, of_best=5)
+    # one plain update in fifty counts
     usual = StepTimes(step=7.0, rollout=3.0, train=4.0, tokens=8.0)
     mean = with_plain_share(usual, StepTimes(step=12.0, rollout=3.0, train=9.0, tokens=8.0), every_steps=50)
     assert (mean.step, mean.rollout, mean.train) == pytest.approx((7.1, 3.0, 4.1))
@@ -294,10 +268,7 @@ def test_decoding_reads_every_weight_and_the_cached_keys_at_each_step() -> None:
     prompt_tokens = sum(prompt.num_tokens for prompt in sizes.prompts)
     assert decode.bytes == 4 * (sizes.text_bytes + (prompt_tokens + 6 * 2.5) * sizes.kv_bytes)
     assert decode.thin
-
-
-def test_a_floor_is_the_longer_of_arithmetic_and_memory() -> None:
+    # a floor is the longer of arithmetic and memory
     part = Part(phase="update", name="x", passes=1, linear=200.0, attention=30.0, bytes=60.0)
-    assert floor_seconds(part, MACHINE) == 2.0 + 3.0
-    assert floor_seconds(replace(part, bytes=200.0), MACHINE) == 10.0
-    assert floor_seconds(replace(part, thin=True), MACHINE) == 5.0 + 3.0
+    parts = (part, replace(part, bytes=200.0), replace(part, thin=True))
+    assert [floor_seconds(each, MACHINE) for each in parts] == [2.0 + 3.0, 10.0, 5.0 + 3.0]

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -65,12 +66,12 @@ def cells(text: str) -> list[list[str]]:
 
 def test_a_line_per_run_with_accuracies_by_type_or_parts(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     results.main(runs)
-    headers, _, first, second, *_ = cells(capsys.readouterr().out)
-    of_first, of_second = dict(zip(headers, first, strict=True)), dict(zip(headers, second, strict=True))
-    assert (of_first["run"], of_first["seed"], of_first["steps"], of_first["rows"]) == ("GRPO", "0", "7", "4")
-    assert (of_first["before RL"], of_first["colour"], of_first["count"]) == ("0.500", "1.000", "0.667")
+    headers, _, *lines = cells(capsys.readouterr().out)[:4]
+    of_first, of_second = (dict(zip(headers, line, strict=True)) for line in lines)
+    expected = {"run": "GRPO", "seed": "0", "steps": "7", "rows": "4", "shuffled": "0.200", "blank": "-"}
+    expected |= {"before RL": "0.500", "colour": "1.000", "count": "0.667"}
+    assert {name: of_first[name] for name in expected} == expected
     assert of_first["after"].startswith("0.750 [0.")
-    assert (of_first["shuffled"], of_first["blank"]) == ("0.200", "-")
     # without a warm-up, RL began from the model as it was
     assert (of_second["seed"], of_second["before RL"]) == ("1", "0.250")
     results.main(["--parts", *runs])
@@ -124,13 +125,14 @@ def run(folder: Path, *, readings: bool = True) -> Path:
     return folder
 
 
-def test_tokens_are_all_that_were_drawn(tmp_path: Path) -> None:
-    curve = read_curve("a", run(tmp_path / "a"))
-    assert curve.tokens == [600, 1000]
-    assert curve.steps == [2, 4]
-    assert curve.readings == [0.2, 0.4]
-    assert curve.entropy == [0.5, 0.25]
+def test_tokens_are_all_that_were_drawn_and_another_metric_can_be_read(tmp_path: Path) -> None:
+    curve = read_curve("a", folder := run(tmp_path / "a"))
+    assert (curve.tokens, curve.steps) == ([600, 1000], [2, 4])
+    assert (curve.readings, curve.entropy) == ([0.2, 0.4], [0.5, 0.25])
     assert curve.engine_gap == pytest.approx(0.002)
+    assert read_curve("a", folder, "entropy").readings == [1, 1 / 2, 1 / 3, 1 / 4]
+    with pytest.raises(ValueError, match="has no dev/reward; "):
+        read_curve("a", folder, "dev/reward")
 
 
 def test_a_run_without_readings_says_what_to_set(tmp_path: Path) -> None:
@@ -143,13 +145,6 @@ def test_more_names_than_colours_can_be_drawn(tmp_path: Path, capsys: pytest.Cap
     curves.main(["--out", str(tmp_path / "curves.png"), "--entropy", *words])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count("1,000") == 5
-
-
-def test_another_metric_can_be_read(tmp_path: Path) -> None:
-    folder = run(tmp_path / "a")
-    assert read_curve("a", folder, "entropy").readings == [1, 1 / 2, 1 / 3, 1 / 4]
-    with pytest.raises(ValueError, match="has no dev/reward; "):
-        read_curve("a", folder, "dev/reward")
 
 
 def test_runs_of_one_name_that_were_read_at_the_same_steps_have_their_mean_drawn(tmp_path: Path) -> None:
@@ -167,20 +162,14 @@ def test_runs_of_one_name_that_were_read_at_the_same_steps_have_their_mean_drawn
 
 def test_a_line_has_slope_and_start() -> None:
     growth = growth_of([1, 2, 4], [3.0, 5.0, 9.0], [1.0, 1.5, 2.5])
-    assert growth.seconds_each == pytest.approx(2.0)
-    assert growth.seconds_at_0 == pytest.approx(1.0)
-    assert growth.r2 == pytest.approx(1.0)
-    assert growth.gib_each == pytest.approx(0.5)
+    figures = (growth.seconds_each, growth.seconds_at_0, growth.r2, growth.gib_each)
+    assert figures == pytest.approx((2.0, 1.0, 1.0, 0.5))
     # the line through (0, 0), (1, 3), (2, 3) is 0.5 + 1.5 x; squares 1.5 of 6 are left
     assert growth_of([0, 1, 2], [0.0, 3.0, 3.0], []).r2 == pytest.approx(0.75)
-
-
-def test_the_floor_is_the_slope_without_a_prompt() -> None:
-    found = {
-        "completions per prompt": growth_of([2, 4], [1.0, 1.5], []),
-        "completions, no prompt": growth_of([2, 4], [0.5, 0.9], []),
-    }
-    assert "250.0 ms a step; without a prompt 200.0 ms; 1.25 times its floor" in floor_line(found)
+    # the floor is the slope without a prompt
+    lines = {"completions per prompt": [1.0, 1.5], "completions, no prompt": [0.5, 0.9]}
+    found = floor_line({name: growth_of([2, 4], seconds, []) for name, seconds in lines.items()})
+    assert "250.0 ms a step; without a prompt 200.0 ms; 1.25 times its floor" in found
 
 
 def test_a_quick_run_measures_and_draws(tmp_path: Path) -> None:
@@ -202,10 +191,13 @@ def test_a_quick_run_measures_and_draws(tmp_path: Path) -> None:
 
 
 PARIS = {"city": "Paris", "region": None, "country": "France", "lat": 48.86, "lon": 2.35}
-ANSWER = "City: Paris\nCountry: France\nLatitude: 48.86\nLongitude: 2.35"
 GRADED = {
     random_geo3k: (Task(id="0", question="", answer="5", images=(), row={}), "\\boxed{5}", "\\boxed{6}"),
-    random_geospot: (Task(id="0", question="", answer="", images=(), row=PARIS), ANSWER, "Country: Spain"),
+    random_geospot: (
+        Task(id="0", question="", answer="", images=(), row=PARIS),
+        "City: Paris\nCountry: France\nLatitude: 48.86\nLongitude: 2.35",
+        "Country: Spain",
+    ),
 }
 
 
@@ -230,42 +222,26 @@ def test_pictures_are_swapped_and_nothing_else(tmp_path: Path, monkeypatch: pyte
     assert sorted(swapped["images"].to_pylist()) == rows["images"].to_pylist() != swapped["images"].to_pylist()
 
 
-ROWS = 40
-
-
 def test_three_tenths_of_the_questions_tell_their_answer_and_no_answer_is_more_frequent_there() -> None:
-    tasks = ToldScenes().tasks("train")[:ROWS]
-    assert Counter((task.kind, task.answer) for task in tasks) == {
-        **{("told", number): 3 for number in "1234"},
-        **{("seen", number): 7 for number in "1234"},
-    }
+    """And its own answers earn full marks."""
+    scenes = ToldScenes()
+    tasks = scenes.tasks("train")[:40]
+    numbers = Counter((task.kind, task.answer) for task in tasks)
+    assert numbers == {(kind, number): 3 if kind == "told" else 7 for kind in ("told", "seen") for number in "1234"}
     for task in tasks:
         assert (f"There are {task.answer}." in task.question) == (task.kind == "told")
         assert task.images
-
-
-def test_its_own_answers_earn_full_marks() -> None:
-    scenes = ToldScenes()
-    for task in scenes.tasks("dev")[:ROWS]:
+    for task in scenes.tasks("dev")[:40]:
         scores = [scenes.score(task, [Turn(messages=(), text=text)]) for text in (scenes.target(task), "5")]
         assert [asyncio.run(score).reward for score in scores] == [1, 0]
 
 
 def one(falls: list[list[float]], box: tuple[float, float, float, float]) -> Seen:
     """A map of 8 x 8 px in patches of 4."""
-    numbers = AnswerMap(
-        id="test/0",
-        question="",
-        answer="\\boxed{red}",
-        image=1,
-        weights="",
-        logprob=0.0,
-        patch_px=4,
-        size=(8, 8),
-        falls=tuple(map(tuple, falls)),
-    )
+    of_map: dict[str, Any] = {"id": "test/0", "question": "", "answer": "\\boxed{red}", "image": 1, "weights": ""}
+    of_map |= {"logprob": 0.0, "patch_px": 4, "size": (8, 8), "falls": tuple(map(tuple, falls))}
     lit = OcclusionMap(logprob=0.0, falls_RC=np.array(falls, np.float32), side_px=4)
-    found = Saliency(row=0, numbers=numbers, map=lit, picture=Image.new("RGB", (8, 8)))
+    found = Saliency(row=0, numbers=AnswerMap(**of_map), map=lit, picture=Image.new("RGB", (8, 8)))
     return seen(found, Task(id="test/0", question="", answer="red", kind="colour"), box)
 
 
@@ -275,9 +251,8 @@ def test_the_box_is_that_of_the_object(level: object) -> None:
     tasks = Shapes(settings, seed=3).tasks("test")
     boxes = {row: asked_box(tasks[row], row, settings) for row in range(len(tasks))}
     assert all(boxes[row] for row in boxes if tasks[row].kind in ("colour", "shape"))
-    assert {tasks[row].answer for row in boxes if boxes[row] and tasks[row].kind in ("counting", "existence")} == {
-        *("1", "yes")
-    }
+    single = {tasks[row].answer for row in boxes if boxes[row] and tasks[row].kind in ("counting", "existence")}
+    assert single == {"1", "yes"}
     alone = [row for row in boxes if boxes[row] and tasks[row].kind == "colour" and settings.level == 1]
     for row in alone:
         pixels_YXC = np.asarray(tasks[row].images[0].source).astype(int)
@@ -294,9 +269,7 @@ def test_as_many_patches_are_taken_as_the_box_has_the_area_of() -> None:
     assert of_map(right, np.array([3.0, 2.0, 1.0, 0.0])) == 0.0
     assert of_chance(right, np.random.default_rng(0)) == pytest.approx(0.25, abs=0.1)
     wide = one([[0.0, 2.0], [1.0, -1.0]], (2, 0, 8, 4))  # 24 px, 1.5 patches
-    assert wide.number == 2
-    assert of_map(wide, wide.falls_N) == pytest.approx(16 / 40)
-    assert of_best(wide) == pytest.approx(24 / 32)
+    assert (wide.number, of_map(wide, wide.falls_N), of_best(wide)) == pytest.approx((2, 16 / 40, 24 / 32))
 
 
 def test_a_ratio_of_means_has_an_interval() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from tests.cluster.torchrun_runs import (
     assert_all_end,
     compare,
     compare_weights,
+    launched,
     processes_of,
     rank_of,
     settings,
@@ -39,27 +40,18 @@ from tests.cluster.torchrun_runs import (
     without_transfer,
 )
 from tests.failing_sessions import SETTINGS, WARMUP
-from tests.runs import ROOT, SMALL, environment, final_weights, fovea_here, untimed
+from tests.runs import ROOT, SMALL, environment, final_weights, fovea_here, run_program, untimed
 from tests.saved import saved_tensors
 from tests.warm import run_ranks
-
-CASES = {
-    "grpo, trained tower": ("recipes/shapes.yaml", "model.freeze_vision_tower=false"),
-    "two turns": ("recipes/shapes_zoom.yaml",),
-}
-
-
-PATIENCE_SECONDS = 60.0
 
 
 def joined(rank: int, port: int, folder: Path) -> None:
     """The settings of GPU memory in a process once it has joined; the first alone has set them."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= launched(rank, 2, port)
     os.environ.pop("PYTORCH_ALLOC_CONF", None)
     if rank == 0:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    join(PATIENCE_SECONDS if rank == 0 else None)
+    join(60.0 if rank == 0 else None)
     (folder / str(rank)).write_text(os.environ["PYTORCH_ALLOC_CONF"], encoding="utf-8")
     dist.destroy_process_group()
 
@@ -70,11 +62,16 @@ def test_all_processes_allocate_gpu_memory_as_the_first(tmp_path: Path) -> None:
     assert [(tmp_path / str(rank)).read_text(encoding="utf-8") for rank in range(2)] == ["expandable_segments:True"] * 2
 
 
+def train_as_one(recipe: str, folder: Path, train_several: Callable[..., object], *more: str) -> None:
+    """Compare a run in one process with the same in several."""
+    fovea_here("train", *settings(recipe, folder / "one", *more))
+    train_several(*settings(recipe, folder / "two", *more))
+    compare(folder / "one", folder / "two")
+
+
 def test_two_processes_of_torchrun_train_by_ppo_as_one(tmp_path: Path) -> None:
     ppo = ("rollout.samples_per_prompt=2", "algorithm.minibatches=2")
-    fovea_here("train", *settings("recipes/shapes_ppo.yaml", tmp_path / "one", *ppo))
-    train_by_torchrun(*settings("recipes/shapes_ppo.yaml", tmp_path / "two", *ppo))
-    compare(tmp_path / "one", tmp_path / "two")
+    train_as_one("recipes/shapes_ppo.yaml", tmp_path, train_by_torchrun, *ppo)
 
 
 @pytest.mark.slow
@@ -94,28 +91,28 @@ def test_failed_sessions_leave_a_rank_without_rows_and_both_train(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_train_as_one(case: str, tmp_path: Path) -> None:
-    recipe, *more = CASES[case]
-    fovea_here("train", *settings(recipe, tmp_path / "one", *more))
-    train_on_two(*settings(recipe, tmp_path / "two", *more))
-    compare(tmp_path / "one", tmp_path / "two")
+@pytest.mark.parametrize(
+    "case", [("recipes/shapes.yaml", "model.freeze_vision_tower=false"), ("recipes/shapes_zoom.yaml",)]
+)
+def test_two_processes_train_as_one(case: Sequence[str], tmp_path: Path) -> None:
+    recipe, *more = case
+    train_as_one(recipe, tmp_path, train_on_two, *more)
 
 
-PLACEMENTS = {
-    "disaggregated": (2, "cluster.placement=disaggregated"),
-    "hybrid": (3, "cluster.placement=hybrid", "model.lora={rank: 4}", "algorithm.kl={coef: 0.05}", "warmup=null"),
-}
-"""Number of processes, the last of which holds an engine alone, and settings."""
+ENGINE_ALONE = ("cluster.placement=disaggregated", "cluster.rollout_gpus=1")
+HYBRID = ("cluster.placement=hybrid", "cluster.rollout_gpus=1")
+ADAPTERS = ("model.lora={rank: 4}", "algorithm.kl={coef: 0.05}", "warmup=null")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_processes_with_an_engine_alone_train_as_one(placement: str, tmp_path: Path) -> None:
-    processes, setting, *more = PLACEMENTS[placement]
-    fovea_here("train", *settings("recipes/shapes.yaml", tmp_path / "one", *more))
-    train_on(processes, *settings("recipes/shapes.yaml", tmp_path / "two", setting, "cluster.rollout_gpus=1", *more))
-    compare(tmp_path / "one", tmp_path / "two")
+@pytest.mark.parametrize(
+    ("processes", "placement", "more"), [(2, ENGINE_ALONE, ()), (3, HYBRID, ADAPTERS)], ids=["disaggregated", "hybrid"]
+)
+def test_processes_with_an_engine_alone_train_as_one(
+    processes: int, placement: Sequence[str], more: Sequence[str], tmp_path: Path
+) -> None:
+    """The last process holds an engine alone."""
+    train_as_one("recipes/shapes.yaml", tmp_path, lambda *words: train_on(processes, *words, *placement), *more)
     # of the frozen tower, and with LoRA of all but the adapters, nothing is sent again
     trained = saved_tensors(tmp_path / f"two/checkpoints/step-{STEPS}/trainable").values()
     sent = {row["transfer/weights_mib"] for row in read_metrics(tmp_path / "two")}
@@ -153,11 +150,10 @@ class LateReplies:
     def target(self, task):
         return task.answer
 """
-DISAGGREGATED = ("cluster.placement=disaggregated", "cluster.rollout_gpus=1")
 REPEATED = {
     "collocated": ("environment.session.max_concurrent=5",),
-    "disaggregated": DISAGGREGATED,
-    "overlapped": (*DISAGGREGATED, "rollout.max_staleness_steps=1"),
+    "disaggregated": ENGINE_ALONE,
+    "overlapped": (*ENGINE_ALONE, "rollout.max_staleness_steps=1"),
 }
 
 
@@ -237,9 +233,9 @@ def test_ranks_whose_launcher_is_killed_while_they_start_end(moment: str, tmp_pa
 
 
 OVERLAP = (
-    *("cluster.placement=disaggregated", "cluster.rollout_gpus=1", "rollout.max_staleness_steps=1"),
+    *(*ENGINE_ALONE, "rollout.max_staleness_steps=1", "checkpoint.every_steps=5"),
     # random weights give no right answer, and the entropy bonus trains along with groups that are all wrong
-    *("checkpoint.every_steps=5", "algorithm.entropy_coef=0.1", "algorithm.max_groups_without_signal=4"),
+    *("algorithm.entropy_coef=0.1", "algorithm.max_groups_without_signal=4"),
 )
 
 
@@ -265,11 +261,17 @@ def test_a_run_whose_engine_is_killed_amid_a_rollout_equals_one_that_is_not(tmp_
     # due: the next step would be drawn by those weights
     process.send_signal(signal.SIGSTOP)
     os.kill(engine, signal.SIGKILL)
-    wait_until_alone(process.pid, killed)
+    for _ in range(1200):
+        # torchrun is the last process; those that it has not waited for are zombies without words
+        if processes_of(killed) == [process.pid]:
+            break
+        time.sleep(0.1)
+    assert processes_of(killed) == [process.pid]
     process.send_signal(signal.SIGCONT)
     assert_all_end(process, killed)
     assert len(read_metrics(killed)) < LONG_STEPS
-    assert all(step % 5 == 0 for step in saved_steps(killed))
+    saved = [int(path.name.removeprefix("step-")) for path in (killed / "checkpoints").glob("step-*")]
+    assert all(step % 5 == 0 for step in saved)
     for run_dir in (killed, whole):
         train_on_two(*settings("recipes/shapes.yaml", run_dir, *LONG, *OVERLAP), "resume=auto")
     rows = untimed(whole)
@@ -298,21 +300,8 @@ def test_sigterm_saves_without_what_is_drawn_ahead_and_the_run_goes_on(tmp_path:
     assert rows[steps_before]["staleness/mean"] == 0
 
 
-def wait_until_alone(torchrun: int, run_dir: Path) -> None:
-    """Wait until torchrun is the last process of a run; those that it has not waited for are zombies without words."""
-    for _ in range(1200):
-        if processes_of(run_dir) == [torchrun]:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"the run goes on in {processes_of(run_dir)}")
-
-
-def saved_steps(run_dir: Path) -> list[int]:
-    return [int(each.name.removeprefix("step-")) for each in (run_dir / "checkpoints").glob("step-*")]
-
-
-SETTING = 16_000
-SCRIPT = """
+MICROBATCH_TOKENS = 16_000
+IN_LITTLE_MEMORY = """
 import os, resource
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -357,27 +346,19 @@ except SystemExit as ended:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of the address space")
 def test_a_rank_without_memory_ends_all_and_the_next_attempt_fits(tmp_path: Path) -> None:
     script, run_dir = tmp_path / "script.py", tmp_path / "run"
-    script.write_text(SCRIPT)
-    words = [f"train.max_tokens_per_microbatch={SETTING}", "rollout.prompts_per_step=24", "max_steps=2"]
+    script.write_text(IN_LITTLE_MEMORY)
+    words = [f"train.max_tokens_per_microbatch={MICROBATCH_TOKENS}", "rollout.prompts_per_step=24", "max_steps=2"]
     words += ["warmup=null", "model.freeze_vision_tower=false", "resume=auto"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     # seconds; with a tenth, as by default, torchrun may kill rank 0 before that has seen rank 1 go
-    launcher += ["--monitor-interval=5"]
-    done = subprocess.run(
-        [*launcher, str(script), "train", *settings("recipes/shapes.yaml", run_dir, *words)],
-        cwd=ROOT,
-        env=environment() | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    said = " ".join(done.stderr.split())
+    launcher += ["--monitor-interval=5", str(script)]
+    command = [*launcher, "train", *settings("recipes/shapes.yaml", run_dir, *words)]
+    done = run_program(command, environment() | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    assert f"error: memory ran out on rank 1 in a micro-batch of {SETTING} tokens at most" in said
+    failed = f"error: memory ran out on rank 1 in a micro-batch of {MICROBATCH_TOKENS} tokens at most"
+    assert failed in " ".join(done.stderr.split())
     ended = [(tmp_path / f"code-{rank}-0").read_text() for rank in (0, 1)]
     assert ended == [str(MicrobatchMemoryError.exit_code)] * 2
     left = json.loads((run_dir / "microbatches.json").read_text())
-    assert left["setting"] == SETTING > left["limit"]
-    sizes = {row["microbatch/max_tokens"] for row in read_metrics(run_dir)}
-    assert sizes == {left["limit"]}
+    assert left["setting"] == MICROBATCH_TOKENS > left["limit"]
+    assert {row["microbatch/max_tokens"] for row in read_metrics(run_dir)} == {left["limit"]}

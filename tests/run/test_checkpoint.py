@@ -1,4 +1,4 @@
-"""Checkpoints: what they keep, which outlive newer ones, `resume=PATH` from a named one, and damage that is gone around."""
+"""Checkpoints: what they keep, which outlive newer ones, `resume=PATH` from a named one, and damage to them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from fovea.types import Batch, Evaluation, Group, Metrics
 from fovea.wiring.run import build
 from fovea_gym.errors import ConfigError, DataError
 from gym_tests.environments.files import files, row
+from gym_tests.tables import table
 from tests.fakes import BanditPolicy, bandit_run
 from tests.runs import untimed
 from tests.saved import saved_bytes
@@ -120,11 +121,7 @@ NOT_ONE = r"is not a checkpoint, such as runs/x/checkpoints/step-100; set"
     [
         ("", {}, rf"{NOT_ONE} resume=.*whole/checkpoints/step-4"),
         ("checkpoints/step-9", {}, rf"{NOT_ONE} it to never, to auto, or to the folder"),
-        (
-            "checkpoints/step-2",
-            {"seed": 7},
-            r"seed=7, but the run in .*whole began with 0; set it back to resume, or start over",
-        ),
+        ("checkpoints/step-2", {"seed": 7}, r"seed=7, but the run in .*whole began with 0; set it back to resume, or"),
     ],
 )
 def test_what_cannot_be_resumed_is_said(
@@ -138,9 +135,7 @@ def test_what_cannot_be_resumed_is_said(
 def test_a_damaged_one_is_an_error(tmp_path: Path) -> None:
     state = checkpoint(run_in(tmp_path / "run", max_steps=1), 1) / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"step": 1, "pace": {}}))
-    with pytest.raises(
-        DataError, match=r"step-1: this checkpoint is damaged: state\.json differs from what was written"
-    ):
+    with pytest.raises(DataError, match=r"step-1: this checkpoint is damaged: state\.json differs from what was"):
         run_in(tmp_path / "new", resume=str(state.parent))
 
 
@@ -209,37 +204,23 @@ def test_the_last_checkpoint_before_updates_fail_is_kept_and_named(
     assert f"the checkpoint before it, {tmp_path / 'checkpoints' / 'step-15'}, is kept" in "".join(said)
 
 
-def test_once_updates_are_taken_again_nothing_is_kept_beyond() -> None:
+def test_once_updates_are_taken_again_nothing_is_kept_beyond_and_the_best_needs_dev_readings() -> None:
     kept = RetainedCheckpoints().after_step(5, {"updates_skipped": 1.0}, keep_best=False)
-    assert kept.after_step(6, {"updates_skipped": 1.0}, keep_best=False).steps([2, 4, 6]) == {4}
-    assert kept.after_step(6, {"updates_skipped": 0.0}, keep_best=False).steps([2, 4, 6]) == set()
-
-
-def test_without_dev_readings_there_is_no_best() -> None:
-    with pytest.raises(
-        ValueError, match=r"keep_best=true .* evaluate\.every_steps=0 never evaluates; set evaluate\.every"
-    ):
+    for skipped, steps in ((1.0, {4}), (0.0, set())):
+        assert kept.after_step(6, {"updates_skipped": skipped}, keep_best=False).steps([2, 4, 6]) == steps
+    with pytest.raises(ValueError, match=r"keep_best=true .* evaluate\.every_steps=0 never evaluates; set evaluate\."):
         Config.model_validate({"model": {"tiny": {}}, "checkpoint": {"keep_best": True}})
 
 
 def test_progress_survives_its_json_form() -> None:
     before = Evaluation(accuracies={"count": (1.0, 0.0, 0.5), "colour": ()}, num_unscored=2)
-    state = TrainState(
-        step=7,
-        kl_coef=0.02,
-        before=before,
-        after_warmup=None,
-        warmup_seconds=3.0,
-        rl_seconds=5.0,
-        microbatches=MicrobatchTokens(setting=1000, limit=250),
-        shared_images=SharedImages(shared=4, test=Searched(rows=5, of=5), train=Searched(rows=6, of=60)),
-        started=0.0,
-    )
+    figures: Any = {"step": 7, "kl_coef": 0.02, "warmup_seconds": 3.0, "rl_seconds": 5.0, "started": 0.0}
+    figures["microbatches"] = MicrobatchTokens(setting=1000, limit=250)
+    shared = SharedImages(shared=4, test=Searched(rows=5, of=5), train=Searched(rows=6, of=60))
+    state = TrainState(before=before, after_warmup=None, shared_images=shared, **figures)
     saved = json.loads(json.dumps(state.to_json()))
     loaded = TrainState.from_json(7, saved, started=0.0)
-    assert loaded.before == before
-    assert loaded.after_warmup is None
-    assert loaded.microbatches == state.microbatches
+    assert (loaded.before, loaded.after_warmup, loaded.microbatches) == (before, None, state.microbatches)
     assert loaded.to_json() | {"earlier_seconds": 0.0} == state.to_json() | {"earlier_seconds": 0.0}
     assert loaded.earlier_seconds == saved["earlier_seconds"] > 0
 
@@ -293,7 +274,7 @@ def test_the_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
     assert [entry["bytes"] for entry in manifest.values()] == [100_000, 700_000]
 
 
-@pytest.mark.parametrize(
+@table(
     ("spoil", "problem"),
     [
         (lambda folder: flip(folder / "b"), "b differs from what was written"),
@@ -341,9 +322,15 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert damage(spoiled) is None, "saved again on the way"
 
 
+def stopped_run(folder: Path) -> Path:
+    """The checkpoints of a run of twenty steps: those of the tenth and the last."""
+    train(bandit_run(folder, max_steps=20))
+    (folder / "config.yaml").touch()
+    return folder / "checkpoints"
+
+
 def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
-    train(bandit_run(tmp_path, max_steps=20))
-    checkpoints = tmp_path / "checkpoints"
+    checkpoints = stopped_run(tmp_path)
     (checkpoints / "step-20").rename(checkpoints / "step-30")
     found = latest(tmp_path)
     assert (found.step, found.passed_over) == (10, (checkpoints / "step-30",))
@@ -351,9 +338,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) 
 
 def test_a_checkpoint_of_an_earlier_format_is_refused_with_the_version_that_wrote_it(tmp_path: Path) -> None:
     """Neither read nor passed over for an older one."""
-    train(bandit_run(tmp_path, max_steps=20))
-    (tmp_path / "config.yaml").touch()
-    newest = tmp_path / "checkpoints" / "step-20"
+    newest = stopped_run(tmp_path) / "step-20"
     state = json.loads((newest / "state.json").read_text())
     del state["format"]
     (newest / "state.json").write_text(json.dumps(state | {"fingerprint": {"library fovea": "0.0.9"}}))
@@ -365,17 +350,14 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_with_the_version_that_wrot
 
 
 def test_without_any_whole_checkpoint_nothing_goes_on(tmp_path: Path) -> None:
-    train(bandit_run(tmp_path, max_steps=20))
-    for folder in (tmp_path / "checkpoints").iterdir():
+    for folder in stopped_run(tmp_path).iterdir():
         flip(folder / "table.json")
     with pytest.raises(DataError, match=r"step-20: this checkpoint is damaged: table\.json .* start over in another"):
         Checkpoints(tmp_path, keep=2).latest()
 
 
 def test_a_damaged_checkpoint_that_is_named_is_an_error_with_another_to_name(tmp_path: Path) -> None:
-    train(bandit_run(tmp_path, max_steps=20))
-    (tmp_path / "config.yaml").touch()
-    checkpoints = tmp_path / "checkpoints"
+    checkpoints = stopped_run(tmp_path)
     for step in (10, 20):
         (checkpoints / f"step-{step}" / "weights").write_bytes(b"weights")
         write_manifest(checkpoints / f"step-{step}")

@@ -37,6 +37,7 @@ from fovea_gym.errors import BadRowError
 from fovea_gym.types import ImageRef
 from fovea_gym.utils.event_loop import wait_for
 from gym_tests.bandit import ANSWERS, BanditEnvironment
+from gym_tests.tables import table
 from tests.environments.prompt_sources import make_source
 from tests.fakes import BanditPolicy, bandit_run
 from tests.reference import reference_logprobs
@@ -44,18 +45,26 @@ from tests.tiny_models import FAMILIES, mixed_prompts, renderer, tiny
 from tests.wiring.small import run_of
 
 
-def reading(value: float) -> Evaluation:
-    return Evaluation(accuracies={"all": (value,)})
+def of(accuracy: float) -> Evaluation:
+    return Evaluation(accuracies={"all": (accuracy,)})
+
+
+def begun(run: Run) -> TrainState:
+    """Its state before the first step, whose checkpoint is written."""
+    state = wait_for(begin(run))
+    wait_for(run.checkpoints.finish())
+    return state
+
+
+def printed_in(run: Run) -> list[str]:
+    """The lines that a run prints from now on."""
+    lines: list[str] = []
+    run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    return lines
 
 
 def replace_in(run: Run, name: str, value: object) -> None:
     object.__setattr__(run, name, value)
-
-
-async def begun(run: Run) -> TrainState:
-    state = await begin(run)
-    await run.checkpoints.finish()
-    return state
 
 
 def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) -> None:
@@ -66,12 +75,12 @@ def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) ->
     async def evaluate(source: PromptSource, size: int | None = None, *_: object) -> Evaluation:
         pictures = {task.id: np.asarray(task.images[0].source) for task in source.tasks}
         if all(np.array_equal(picture, true[name]) for name, picture in pictures.items()):
-            return reading(0.75)
-        return reading(0.25 if all(len(np.unique(picture)) == 1 for picture in pictures.values()) else 0.5)
+            return of(0.75)
+        return of(0.25 if all(len(np.unique(picture)) == 1 for picture in pictures.values()) else 0.5)
 
     run.evaluator.evaluate = evaluate  # type: ignore[method-assign]
     with run.metrics:
-        summary = wait_for(finish(run, TrainState(kl_coef=0.0, before=reading(0.1), after_warmup=reading(0.2))))
+        summary = wait_for(finish(run, TrainState(kl_coef=0.0, before=of(0.1), after_warmup=of(0.2))))
     figures = summary.to_json()
     assert figures["accuracy"] == {"before": 0.1, "warmup": 0.2, "final": 0.75}
     assert (figures["shuffled_images"], figures["blank_images"]) == (0.5, 0.25)
@@ -152,12 +161,12 @@ def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path)
         run.evaluator.evaluate = read  # type: ignore[method-assign]
         return run
 
-    state = wait_for(begun(run_with_warmup()))
+    state = begun(run_with_warmup())
     assert events == ["reading", "sleep", "pairs", "pairs", "snapshot", "wake", "reading"]
     assert state.after_warmup is not None
     if resume:
         events.clear()
-        again = wait_for(begun(run_with_warmup()))
+        again = begun(run_with_warmup())
         assert events == []
         assert (again.step, again.after_warmup) == (0, state.after_warmup)
 
@@ -168,25 +177,23 @@ def test_rows_without_images_have_no_controls(tmp_path: Path) -> None:
     assert figures["shuffled_images"] is figures["blank_images"] is None
 
 
+CHANGED = {
+    "learning_rate": (0.1, 0.05),
+    "vision_tower_learning_rate": (0.01, 0.02),
+    "projector_learning_rate": (None, 0.03),
+    "max_grad_norm": (1.0, 0.5),
+}
+"""The advice after a run that diverged, a lower rate from its last checkpoint on: before and now."""
+
+
 @pytest.mark.parametrize(
     ("before", "now", "expected"),
     [
         ({"lr_schedule": "linear"}, {"lr_schedule": "linear"}, ["max_steps was 2 and is 3 from here on"]),
         (
-            # the advice after a run that diverged: a lower rate from its last checkpoint on
             {"learning_rate": 0.1, "vision_tower_learning_rate": 0.01},
-            {
-                "learning_rate": 0.05,
-                "max_grad_norm": 0.5,
-                "vision_tower_learning_rate": 0.02,
-                "projector_learning_rate": 0.03,
-            },
-            [
-                "train.learning_rate was 0.1 and is 0.05 from here on",
-                "train.vision_tower_learning_rate was 0.01 and is 0.02 from here on",
-                "train.projector_learning_rate was None and is 0.03 from here on",
-                "train.max_grad_norm was 1.0 and is 0.5 from here on",
-            ],
+            {name: now for name, (_, now) in CHANGED.items()},
+            [f"train.{name} was {before} and is {now} from here on" for name, (before, now) in CHANGED.items()],
         ),
     ],
     ids=["another end", "a lower rate"],
@@ -196,15 +203,14 @@ def test_a_resumed_run_says_what_paces_it_now(
 ) -> None:
     train(bandit_run(tmp_path, max_steps=2, train=before))
     resumed = bandit_run(tmp_path, resume=True, max_steps=3, train=now)
-    lines: list[str] = []
-    resumed.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    lines = printed_in(resumed)
     train(resumed)
     assert [line for line in lines if line.endswith("from here on")] == expected
 
 
 def test_reasons_of_unscored_groups_stand_once_after_a_resume(tmp_path: Path) -> None:
     run = bandit_run(tmp_path)
-    state = wait_for(begun(run))
+    state = begun(run)
     record_unscored_answer(tmp_path, run.progress.warn, "before")
     wait_for(save_last(run, replace(state, step=10)))
     record_unscored_answer(tmp_path, run.progress.warn, "after")
@@ -234,17 +240,14 @@ def test_what_an_update_had_to_do_without_is_said_once(
 
     run = bandit_run(tmp_path, max_steps=4)
     run.policy.__class__ = Policy
-    lines: list[str] = []
-    run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    lines = printed_in(run)
     train(run)
     (said,) = [line for line in lines if line.startswith(begin)]
     assert said.endswith(end)
     assert sum(begin.partition(": ")[2] in line for line in lines) == 1
 
 
-@pytest.mark.parametrize(
-    ("counting", "existence", "stop"), [(1.0, 0.6, False), (0.2, 0.8, True), (0.1, 0.7, False), (0.4, 0.6, False)]
-)
+@table(("counting", "existence", "stop"), [(1.0, 0.6, False), (0.2, 0.8, True), (0.1, 0.7, False), (0.4, 0.6, False)])
 def test_the_stop_rule_looks_at_the_whole_and_at_named_kinds(counting: float, existence: float, stop: bool) -> None:
     settings = Warmup(stop_accuracy=0.5, stop_kind_accuracy={"existence": 0.7})
     dev = Evaluation(accuracies={"counting": (counting,), "existence": (existence,)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,16 +37,9 @@ def kind_of(kind: PromptKind, logprobs: tuple[Sequence[float], Sequence[float]])
     return kind_mismatch(kind, 1, tokens)
 
 
-def reading_of(
-    *kinds: KindMismatch,
-    limit: float = 0.1,
-    max_k3: float = 0.02,
-    dtype: str = "bfloat16",
-    faults: Sequence[FaultMismatch] = (),
-) -> ParityResult:
-    return ParityResult(
-        model="m", engine="e", limit=limit, max_k3=max_k3, dtype=dtype, kinds=kinds, faults=tuple(faults)
-    )
+def reading_of(*kinds: KindMismatch, **fields: Any) -> ParityResult:
+    given = {"limit": 0.1, "max_k3": 0.02, "dtype": "bfloat16", "faults": (), **fields}
+    return ParityResult(model="m", engine="e", kinds=kinds, **given)
 
 
 def with_faults(images: float, text: float, *faults: FaultMismatch, dtype: str = "float32") -> ParityResult:
@@ -60,36 +54,35 @@ def fault_of(
 
     Without votes, all of 100 tokens are nearer to the smaller distance.
     """
-    mismatches = [Mismatch.of([0.0], [mismatch]) for mismatch in (sound, faulty)]
     nearer_sound, nearer_fault = votes or ((0, 100) if faulty < sound else (100, 0))
-    return FaultMismatch(
-        name=name, sound=mismatches[0], faulty=mismatches[1], nearer_sound=nearer_sound, nearer_fault=nearer_fault
-    )
+    mismatches: Any = {key: Mismatch.of([0.0], [x]) for key, x in (("sound", sound), ("faulty", faulty))}
+    return FaultMismatch(name=name, **mismatches, nearer_sound=nearer_sound, nearer_fault=nearer_fault)
 
 
-def test_the_figures_are_those_of_all_tokens() -> None:
+def test_the_figures_are_those_of_all_tokens_and_a_k3_that_is_no_number_is_beyond_any_limit() -> None:
     result = kind_of("with images", ([-1.0, -2.0], [-1.5, -1.0]))
     assert result.mean_abs == pytest.approx((0.5 + 1.0) / 2)
     # x = trainer - engine: e^-0.5 + 0.5 - 1 and e^1 - 1 - 1
     assert result.k3 == pytest.approx((0.1065307 + 0.7182818) / 2)
     assert (result.worst.number, result.worst.mismatch) == (2, 1.0)
     assert kind_of("with images", ([-1.0, -2.0, -9.0], [-1.0, float("nan"), -1.0])).worst.number == 2
+    no_number = replace(kind_of("without images", near(0.0)), k3=float("nan"))
+    assert not reading_of(no_number, max_k3=1e9).passed
 
 
-@pytest.mark.parametrize("far", KINDS)
+@table("far", KINDS)
 def test_the_worst_of_both_kinds_is_named(far: PromptKind) -> None:
     result = reading_of(*(kind_of(kind, FAR if kind == far else near(0.01)) for kind in KINDS), max_k3=100)
     assert not result.passed
     message = parity_failure(result)
+    worst = f"the worst token is '2' (id 2), number 2 of a completion of {far}: -3.000 in the engine, -1.000 in"
     assert f"on prompts {far} the log-probs of the e engine and of the trainer differ by 0.675 on average" in message
-    assert (
-        f"the worst token is '2' (id 2), number 2 of a completion of {far}: -3.000 in the engine, -1.000 in" in message
-    )
+    assert worst in message
     assert ("Without images they agree" in message) is (far == "with images")
 
 
-@pytest.mark.parametrize("far", KINDS)
-@pytest.mark.parametrize(("limit", "verdict"), [(0.674, "differ"), (0.676, "agree")])
+@table("far", KINDS)
+@table(("limit", "verdict"), [(0.674, "differ"), (0.676, "agree")])
 def test_the_limit_is_on_the_worst_kind(limit: float, verdict: str, far: PromptKind) -> None:
     kinds = [kind_of(kind, FAR if kind == far else near(0.6)) for kind in KINDS]
     result = reading_of(*kinds, limit=limit, max_k3=100)
@@ -97,24 +90,17 @@ def test_the_limit_is_on_the_worst_kind(limit: float, verdict: str, far: PromptK
     assert summary_line(result) == f"engine and trainer {verdict} (0.7, limit {limit:g}; parity.json)"
 
 
-@pytest.mark.parametrize("far", KINDS)
+@table("far", KINDS)
 def test_few_tokens_that_are_far_off_are_beyond_the_limit_of_k3(far: PromptKind) -> None:
     result = reading_of(*(kind_of(kind, ONE_FAR_OFF if kind == far else near(0.03)) for kind in KINDS))
     assert result.worst.mean_abs == pytest.approx(0.04)
     assert not result.passed
-    assert (
-        f"on prompts {far} the log-probs of the e engine and of the trainer have a k3 of 0.0878, and "
-        "parity.max_abs_logprob_diff=0.1 allows up to 0.02;"
-    ) in parity_failure(result)
+    have = f"on prompts {far} the log-probs of the e engine and of the trainer have a k3 of 0.0878, and "
+    assert f"{have}parity.max_abs_logprob_diff=0.1 allows up to 0.02;" in parity_failure(result)
     assert summary_line(result).startswith(f"engine and trainer differ (on prompts {far} they have a k3 of 0.0878")
 
 
-def test_a_k3_that_is_no_number_is_beyond_any_limit() -> None:
-    kind = replace(kind_of("without images", near(0.0)), k3=float("nan"))
-    assert not reading_of(kind, max_k3=1e9).passed
-
-
-@pytest.mark.parametrize(
+@table(
     ("images", "text", "passed"),
     [
         (0.079, 1e-6, False),  # positions of words, on a solved model in float32
@@ -168,11 +154,9 @@ def test_a_factor_of_three_and_most_tokens_decide(
 
 
 def test_k3_decides_where_few_tokens_differ() -> None:
-    fault = replace(
-        fault_of(0.0, 1.0), sound=Mismatch(mean_abs=0.01, k3=0.001), faulty=Mismatch(mean_abs=0.02, k3=0.011)
-    )
-    assert fault.ruled_out
-    assert not replace(fault, faulty=Mismatch(mean_abs=0.02, k3=0.009)).ruled_out
+    fault = replace(fault_of(0.0, 1.0), sound=Mismatch(mean_abs=0.01, k3=0.001))
+    for k3, ruled_out in ((0.011, True), (0.009, False)):
+        assert replace(fault, faulty=Mismatch(mean_abs=0.02, k3=k3)).ruled_out is ruled_out
 
 
 @table(
@@ -199,10 +183,10 @@ def test_the_floor_follows_the_dtype(
 def test_the_error_names_the_nearest_fault() -> None:
     faults = fault_of(0.3, 0.01, name="1-D positions"), fault_of(0.3, 0.001, name="grey images")
     message = parity_failure(with_faults(0.3, 0.0, *faults))
-    assert (
-        "The engine seems to have this fault: grey images (0.001 from a trainer with it, 0.3 from the trainer as it "
-        "is). Without images they agree" in message
+    named = (
+        "seems to have this fault: grey images (0.001 from a trainer with it, 0.3 from the trainer as it is). Without"
     )
+    assert f"The engine {named} images they agree" in message
     unknown = parity_failure(with_faults(0.3, 0.0, fault_of(0.3, 0.2)))
     assert "No known fault explains it; the nearest is: grey images (0.2 from" in unknown
     assert "fault" not in parity_failure(with_faults(0.3, 0.0, fault_of(0.3, 0.4)))
@@ -217,8 +201,7 @@ def test_the_line_of_a_run_lists_what_it_cannot_tell() -> None:
 def test_few_tokens_after_a_weight_sync_are_judged_by_mean_and_stale_weights_only() -> None:
     """Images that differ a little more than texts are the gate's to judge, by more prompts."""
     result = with_faults(0.03, 0.0, fault_of(0.03, 0.02, votes=(50, 60)), dtype="bfloat16")
-    assert not result.passed
-    assert result.sync_violation is None
+    assert (result.passed, result.sync_violation) == (False, None)
     assert with_faults(0.0, 0.0, fault_of(0.3, 0.001)).sync_violation is not None
 
 
@@ -256,15 +239,11 @@ def changed(name: str, *, packed: bool = True) -> dict[int, SampleGroup]:
     return {index: group for fault, index, group in faulty_groups(GROUPS, PAD, packed=packed) if fault == name}
 
 
-def keys(group: SampleGroup) -> list[str]:
-    return [image.key for image in group.images]
-
-
 def pixels(group: SampleGroup) -> list[float]:
     return [float(image.tensors["pixel_values"][0, 0]) for image in group.images]
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "seen"),
     [
         ("grey images", {0: [GREY], 2: [GREY] * 3}),
@@ -276,13 +255,13 @@ def test_pixels_change_under_another_key(name: str, seen: dict[int, list[float]]
     found = changed(name)
     assert {index: pixels(group) for index, group in found.items()} == seen
     for index, group in found.items():
-        same = [a == b for a, b in zip(keys(group), keys(GROUPS[index]), strict=True)]
+        same = [a.key == b.key for a, b in zip(group.images, GROUPS[index].images, strict=True)]
         kept = [a == b for a, b in zip(pixels(group), pixels(GROUPS[index]), strict=True)]
         assert same == kept
         assert (group.prompt.token_ids_L == GROUPS[index].prompt.token_ids_L).all()
 
 
-@pytest.mark.parametrize(
+@table(
     ("rule", "positions"),
     [
         # two tokens of text, an image of 2 x 3 from position 2 on, one more token
@@ -312,12 +291,12 @@ def test_position_faults_name_their_rule() -> None:
     assert [[image.positions for image in images] for images in rules.values()] == [["time"] * 3, ["sequence"] * 3]
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@table("packed", [True, False])
 def test_image_tokens_are_doubled_with_their_marks_where_positions_need_them(packed: bool) -> None:
     group = changed("image tokens doubled", packed=packed)[2]
     twice = [BEGIN, *[PAD] * 12, END] if packed else [BEGIN, *[PAD] * 6, END] * 2
     assert group.prompt.token_ids_L.tolist() == [4, *twice, *twice]
-    assert keys(group) == ["a", "a", "b", "b", "c", "c"]
+    assert "".join(image.key for image in group.images) == "aabbcc"
     (sample,) = group.samples
     assert sample.token_ids_T.tolist() == [1, 2, *twice, 5, 3]
     assert sample.token_ids_T[sample.mask_T].tolist() == [1, 2, 3]
@@ -327,17 +306,15 @@ def test_image_tokens_are_doubled_with_their_marks_where_positions_need_them(pac
 
 def test_the_missing_image_is_the_last_of_the_prompt_or_of_the_later_turns() -> None:
     of_prompt, later = changed("the last image missing"), changed("a later turn's image missing")
-    assert {index: [image.key for image in group.images] for index, group in of_prompt.items()} == {
-        0: [],
-        2: ["a", "c"],
-    }
+    left = [
+        {i: "".join(image.key for image in each.images) for i, each in found.items()} for found in (of_prompt, later)
+    ]
+    assert left == [{0: "", 2: "ac"}, {2: "ab"}]
     assert of_prompt[2].prompt.token_ids_L.tolist() == [4, BEGIN, *[PAD] * 6, END, BEGIN, END]
-    assert {index: [image.key for image in group.images] for index, group in later.items()} == {2: ["a", "b"]}
     assert later[2].samples[0].token_ids_T.tolist() == [1, 2, BEGIN, END, 5, 3]
 
 
 def test_a_single_image_has_no_other() -> None:
     names = {name for name, _, _ in faulty_groups([GROUPS[0], GROUPS[1]], PAD)}
-    assert "images of other prompts" not in names
-    assert len(names) == 7
+    assert ("images of other prompts" in names, len(names)) == (False, 7)
     assert not list(faulty_groups([GROUPS[1]], PAD))

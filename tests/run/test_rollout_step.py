@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +26,11 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.types import Message, Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 from gym_tests.bandit import BanditEnvironment, graded
+from gym_tests.tables import table
 from tests.cluster.ray_environment import own_ray
 from tests.cluster.torchrun_runs import compare, settings
 from tests.fakes import bandit_run
-from tests.runs import QUICK, ROOT, command, fovea_here, train_here, untimed
+from tests.runs import QUICK, ROOT, command, fovea_here, run_program, train_here, untimed
 
 DYNAMIC = {"dynamic_sampling": {"max_gen_batches": 4}}
 
@@ -55,27 +55,22 @@ def drawn(folder: Path, *, sure: float = 0.0, environment: BanditEnvironment | N
     return result
 
 
-def accuracies(group) -> set[float]:  # type: ignore[no-untyped-def]
-    return {episode.score.accuracy for episode in group.episodes}
-
-
 def test_a_step_is_filled_with_groups_that_differ(tmp_path: Path) -> None:
     result = drawn(tmp_path, sure=4.0)
+    accuracies = {id(group): {each.score.accuracy for each in group.episodes} for group in result.groups}
     assert len(result.to_train) == 8
-    assert all(accuracies(group) == {0.0, 1.0} for group in result.to_train)
+    assert all(accuracies[id(group)] == {0.0, 1.0} for group in result.to_train)
     batches = result.metrics["dynamic_sampling/batches"]
     assert 1 < batches <= 4
     assert len(result.groups) == 8 * batches
     dropped, left_over = (result.metrics[f"dynamic_sampling/groups_{name}"] for name in ("dropped", "left_over"))
-    assert dropped == sum(len(accuracies(group)) == 1 for group in result.groups)
+    assert dropped == sum(len(accuracies[id(group)]) == 1 for group in result.groups)
     assert dropped + left_over == len(result.groups) - 8
     parted = sorted(map(id, result.to_train + result.dropped))
     assert parted == sorted(map(id, result.groups)), "every group is trained on or dropped, once"
     assert result.metrics["dynamic_sampling/groups_missing"] == 0
-
-
-def test_accuracy_decides_and_not_the_reward(tmp_path: Path) -> None:
-    assert drawn(tmp_path, environment=FormatOnly()).to_train == []
+    # accuracy decides, and not the reward
+    assert drawn(tmp_path / "format", environment=FormatOnly()).to_train == []
 
 
 def test_a_run_with_it_learns_and_compares_dropped_groups_with_the_engine(tmp_path: Path) -> None:
@@ -83,8 +78,7 @@ def test_a_run_with_it_learns_and_compares_dropped_groups_with_the_engine(tmp_pa
     run = bandit_run(tmp_path, algorithm=DYNAMIC)
     assert train(run).final.accuracy == 1.0
     rows, batches = read_metrics(tmp_path), run.policy.batches  # type: ignore[attr-defined]
-    assert max(row["dynamic_sampling/batches"] for row in rows) == 4
-    assert max(row["dynamic_sampling/groups_missing"] for row in rows) == 8
+    assert [max(row[f"dynamic_sampling/{name}"] for row in rows) for name in ("batches", "groups_missing")] == [4, 8]
     assert all(row["groups/without_signal"] == 0 for row in rows)
     for row, batch in zip(rows, batches, strict=True):
         names = ("dropped", "left_over")
@@ -139,8 +133,8 @@ PER_STEP = {"prompts_per_step": 3, "samples_per_prompt": 4, "max_new_tokens": 1}
 
 
 def test_a_record_has_what_the_update_makes_of_every_token(tmp_path: Path) -> None:
-    per_step = {**PER_STEP, "prompts_per_step": 5}
-    run = bandit_run(tmp_path / "run", max_steps=2, rollout=per_step, log={"samples_every_steps": 1})
+    rollout = {**PER_STEP, "prompts_per_step": 5}
+    run = bandit_run(tmp_path / "run", max_steps=2, rollout=rollout, log={"samples_every_steps": 1})
     train(replace(run, token_text=lambda index: f"<{index}>"))
     assert sample_steps(tmp_path / "run") == [1, 2]
     records = read_step(tmp_path / "run", 2)
@@ -156,13 +150,9 @@ def test_a_record_has_what_the_update_makes_of_every_token(tmp_path: Path) -> No
         assert turn.tokens.trainer_logprobs == pytest.approx(turn.tokens.engine_logprobs, abs=2e-4)
         if turn.tokens.advantages:
             found += 1
-            sample = next(
-                each
-                for each in of_update
-                if turn.tokens.pieces == (f"<{each.token_ids_T[0]}>",)
-                and turn.tokens.advantages == pytest.approx(each.advantages_T, abs=1e-4)
-            )
-            assert sample.reward == answer.reward
+            drawn_so = [each for each in of_update if turn.tokens.pieces == (f"<{each.token_ids_T[0]}>",)]
+            same = [each for each in drawn_so if turn.tokens.advantages == pytest.approx(each.advantages_T, abs=1e-4)]
+            assert same[0].reward == answer.reward
     assert found
 
 
@@ -177,13 +167,12 @@ def test_what_its_length_took_from_the_reward_of_an_answer_is_a_part(tmp_path: P
 
 def test_texts_and_names_of_tools_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = Message(role="tool", tool="t" * 200, parts=("x" * 60_000,), failed=True)
-    monkeypatch.setattr(
-        BanditEnvironment, "prompt", lambda _, task: [Message(role="user", parts=(task.question,)), long]
-    )
+    prompt = BanditEnvironment.prompt
+    monkeypatch.setattr(BanditEnvironment, "prompt", lambda *given: [*prompt(*given), long])
     train(bandit_run(tmp_path / "run", max_steps=1, rollout=PER_STEP))
     asked, kept = read_step(tmp_path / "run", 1)[0].messages
-    assert (asked.role, asked.tool, asked.failed) == ("user", "", False)
-    assert (kept.role, kept.tool, kept.failed) == ("tool", "t" * 80, True)
+    said = [(each.role, each.tool, each.failed) for each in (asked, kept)]
+    assert said == [("user", "", False), ("tool", "t" * 80, True)]
     assert kept.parts == ("x" * 50_000 + "... (10,000 more characters)",)
 
 
@@ -215,6 +204,11 @@ def views_of(run: Run, step: int) -> list[PromptedTask]:
     return with_augmentations(run.stream.source, prompted, run.config, step=step, num_before=0)
 
 
+def noise(run: Run, step: int) -> list[str]:
+    """The keys of the noisy pictures of a step."""
+    return [view.noisy.images[0].key for view in views_of(run, step)]  # type: ignore[union-attr]
+
+
 def scored(run: Run, batch: Batch, prompts: list[Prompt | None]) -> tuple[Sample, ...]:
     """The samples with the trainer's log-probs on these prompts as old ones."""
     groups = zip(batch.groups, prompts, strict=True)
@@ -228,9 +222,7 @@ def test_every_log_prob_is_of_the_view_that_it_is_said_to_be_of(tmp_path: Path) 
     augmentation = views_of(run, 0)
     groups = wait_for(roll_out(run.engine, run.stream, run.config, step=0, phases=run.phases)).groups
     batch, _ = make_batch(groups, run.config.algorithm, max_new_tokens=8)
-    assert [[sample.is_noisy for sample in group.samples] for group in batch.groups] == [
-        [False, False, False, True]
-    ] * 3
+    assert [sample.is_noisy for sample in batch.samples] == [False, False, False, True] * 3
     with_logprobs = wait_for(run.policy.compute_logprobs(batch, Needs.of(run.config.algorithm))).samples
     on_noisy = scored(run, batch, [view.noisy for view in augmentation])
     on_masked = scored(run, batch, [view.masked for view in augmentation])
@@ -240,9 +232,9 @@ def test_every_log_prob_is_of_the_view_that_it_is_said_to_be_of(tmp_path: Path) 
         assert np.abs(other.old_logprobs_T - sample.rollout_logprobs_T).max() > OTHER
         np.testing.assert_allclose(sample.masked_logprobs_T, masked.old_logprobs_T, atol=SAME)
         assert np.abs(sample.masked_logprobs_T - sample.old_logprobs_T).max() > OTHER
-    alone = [view.noisy.images[0].key for view in views_of(run, 0)]  # type: ignore[union-attr]
+    alone = noise(run, 0)
     run.stream.source.render_ahead(2)
-    by_step = [[view.noisy.images[0].key for view in views_of(run, step)] for step in (0, 1)]  # type: ignore[union-attr]
+    by_step = [noise(run, step) for step in (0, 1)]
     assert by_step[0] == alone, "threads change nothing"
     assert len({*by_step[0], *by_step[1]}) == 6, "another step has other noise"
     wait_for(run.policy.close())
@@ -252,8 +244,7 @@ def test_every_log_prob_is_of_the_view_that_it_is_said_to_be_of(tmp_path: Path) 
 def test_a_run_with_views_ends_and_two_are_the_same(tmp_path: Path) -> None:
     found = [train_here("shapes", tmp_path / name, *SHORT, *BOTH, "parity.prompts=2") for name in ("a", "b")]
     assert untimed(tmp_path / "a") == untimed(tmp_path / "b")
-    assert all(row["augmentation/noise_step"] == 500 for row in found[0])
-    assert all(row["mismatch/max"] < SAME for row in found[0])
+    assert all(row["augmentation/noise_step"] == 500 and row["mismatch/max"] < SAME for row in found[0])
 
 
 @pytest.mark.slow
@@ -263,15 +254,13 @@ def test_an_engine_of_another_process_draws_on_the_same_views(tmp_path: Path) ->
     by_ray = ("cluster.gpus_per_node=2", "cluster.placement=disaggregated", "cluster.rollout_gpus=1")
     words = settings("recipes/shapes.yaml", tmp_path / "ray", *SAMPLES, *BOTH, *by_ray)
     with own_ray() as own:
-        done = subprocess.run(
-            command("train", *words), cwd=ROOT, env=own, capture_output=True, text=True, timeout=300, check=False
-        )
+        done = run_program(command("train", *words), own, seconds=300)
     assert done.returncode == 0, done.stderr + done.stdout
     fovea_here("train", *settings("recipes/shapes.yaml", tmp_path / "one", *SAMPLES, *BOTH))
     compare(tmp_path / "one", tmp_path / "ray")
 
 
-@pytest.mark.parametrize(
+@table(
     ("settings", "named"),
     [
         (["rollout.augmentation={}", "algorithm.importance_sampling_fix=true"], "importance_sampling_fix"),
@@ -279,7 +268,6 @@ def test_an_engine_of_another_process_draws_on_the_same_views(tmp_path: Path) ->
         (["rollout.augmentation.share=0.1", "rollout.samples_per_prompt=4"], "rollout.augmentation.share=0.1"),
         (["algorithm.augmentation=vppo", "rollout.max_staleness_steps=1"], "max_staleness_steps=1"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_settings_that_do_not_go_with_views_are_refused(settings: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -289,6 +277,5 @@ def test_settings_that_do_not_go_with_views_are_refused(settings: list[str], nam
 def test_environments_of_several_turns_are_refused() -> None:
     environment = BanditEnvironment()
     environment.max_turns = 2
-    config = load_config([ROOT / "recipes/shapes.yaml"], ["rollout.augmentation={}"])
     with pytest.raises(ConfigError, match="later turns"):
-        in_one_turn(config, environment)
+        in_one_turn(load_config([ROOT / "recipes/shapes.yaml"], ["rollout.augmentation={}"]), environment)

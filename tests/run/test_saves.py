@@ -22,14 +22,13 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run import lifecycle
 from fovea.run.checkpoint import Checkpoints, folder_bytes, room_for
-from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.train.ranks import ALONE
 from fovea.train.torch.checkpoint import StagedShards
 from fovea.types import Batch, Metrics
 from fovea_gym.utils.event_loop import wait_for
 from tests.fakes import BanditPolicy, bandit_run, run_with
-from tests.runs import arguments, fovea, untimed
+from tests.runs import arguments, fovea, run_program, untimed
 
 LAST = 30
 PATIENCE_SECONDS = 20.0
@@ -181,17 +180,13 @@ def test_remains_that_another_thread_deletes_at_the_same_time_are_no_error(
 
 
 MIB = 2**20
-DISK_MIB = 4
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(disk)], capture_output=True, check=False
-    )
-    if mounted.returncode:
+    if run_program(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk]).returncode:
         pytest.skip("a file system can only be mounted by root")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
@@ -213,31 +208,25 @@ class LargePolicy(BanditPolicy):
         (folder / "large").write_bytes(bytes(MIB))
 
 
-def large_run(folder: Path, *, resume: bool = False) -> Run:
-    return run_with(LargePolicy(), folder, resume=resume)
-
-
 def test_a_save_that_will_not_fit_is_not_begun_and_the_run_goes_on_after_room_was_made(
     small_disk: Path, tmp_path: Path
 ) -> None:
-    train(large_run(tmp_path / "whole"))
+    train(run_with(LargePolicy(), tmp_path / "whole"))
     folder, ballast = small_disk / "run", small_disk / "ballast"
     ballast.write_bytes(bytes(2 * MIB + MIB // 2))
     no_room = r"no room for the checkpoint of step 10: it needs about 1\.0 MiB, and 0\.\d MiB are free in "
-    with pytest.raises(
-        TrainError, match=rf"{no_room}{folder}/checkpoints; make room there and continue with resume=auto"
-    ):
-        train(large_run(folder))
+    with pytest.raises(TrainError, match=rf"{no_room}{folder}/checkpoints; make room there and continue with resume="):
+        train(run_with(LargePolicy(), folder))
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-0"]
     ballast.unlink()
-    train(large_run(folder, resume=True))
+    train(run_with(LargePolicy(), folder, resume=True))
     assert untimed(folder) == untimed(tmp_path / "whole")
 
 
 def test_a_disk_that_fills_up_amid_a_save_leaves_no_half(small_disk: Path) -> None:
     (small_disk / "ballast").write_bytes(bytes(3 * MIB + MIB // 2))
     with pytest.raises(TrainError, match=r"checkpoint of step 0 could not be written \(No space left on device\): it"):
-        train(large_run(small_disk / "run"))
+        train(run_with(LargePolicy(), small_disk / "run"))
     assert list((small_disk / "run" / "checkpoints").iterdir()) == []
 
 
@@ -280,16 +269,13 @@ def test_the_writer_of_tensors_says_what_the_system_said(tmp_path: Path) -> None
     assert caught.value.errno == errno.EFBIG
 
 
-def test_other_errors_of_a_save_keep_their_own_words(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"^other$"), room_for("it", tmp_path, 0):
-        raise RuntimeError("other")
-
-
-def test_a_folder_is_as_large_as_its_files(tmp_path: Path) -> None:
+def test_a_folder_is_as_large_as_its_files_and_other_errors_of_a_save_keep_their_own_words(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "a.json").write_text(json.dumps([1, 2]))
     (tmp_path / "b").write_bytes(np.zeros(3).tobytes())
     assert folder_bytes(tmp_path) == 6 + 24
+    with pytest.raises(RuntimeError, match=r"^other$"), room_for("it", tmp_path, 0):
+        raise RuntimeError("other")
 
 
 SETTING = 1000
@@ -317,38 +303,40 @@ class SmallMemoryPolicy(BanditPolicy):
 
 
 class OneOfSeveral(SmallMemoryPolicy):
+    next_max_tokens = SETTING // 2
+
     async def run_out(self) -> None:
-        raise MicrobatchMemoryError("memory ran out on rank 1", SETTING // 2)
+        raise MicrobatchMemoryError("memory ran out on rank 1", self.next_max_tokens)
 
 
-def sizes(folder: Path) -> list[float]:
-    return [row["microbatch/max_tokens"] for row in read_metrics(folder)]
+class BesideEngine(OneOfSeveral):
+    """One of several ranks, whose memory ran out beside the engine's: the same limit will do."""
+
+    next_max_tokens = SETTING
+
+
+def ran_out(folder: Path, policy: type[OneOfSeveral] = OneOfSeveral) -> None:
+    with pytest.raises(MicrobatchMemoryError):
+        train(run_with(policy(), folder, train=TRAIN))
 
 
 def test_a_resumed_run_has_the_micro_batches_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     train(run_with(SmallMemoryPolicy(), tmp_path / "whole", train=TRAIN))
     train(run_with(SmallMemoryPolicy(), tmp_path / "stopped", train=TRAIN, max_steps=15))
     train(run_with(SmallMemoryPolicy(), tmp_path / "stopped", resume=True, train=TRAIN))
-    assert sizes(tmp_path / "stopped") == sizes(tmp_path / "whole") == [SETTING] * 11 + [SETTING / 2] * 19
-
-
-class BesideEngine(SmallMemoryPolicy):
-    """One of several ranks, whose memory ran out beside the engine's: the same limit will do."""
-
-    async def run_out(self) -> None:
-        raise MicrobatchMemoryError("memory ran out on rank 1 beside the engine's", SETTING)
+    sizes = [[row["microbatch/max_tokens"] for row in read_metrics(tmp_path / name)] for name in ("stopped", "whole")]
+    assert sizes[0] == sizes[1] == [SETTING] * 11 + [SETTING / 2] * 19
 
 
 @pytest.mark.parametrize(("policy", "left"), [(OneOfSeveral, SETTING / 2), (BesideEngine, SETTING)])
 def test_a_rank_that_ran_out_of_memory_leaves_a_size_for_the_next_attempt(
-    policy: type[SmallMemoryPolicy], left: float, tmp_path: Path
+    policy: type[OneOfSeveral], left: float, tmp_path: Path
 ) -> None:
-    with pytest.raises(MicrobatchMemoryError):
-        train(run_with(policy(), tmp_path, train=TRAIN))
+    ran_out(tmp_path, policy)
     next_attempt = run_with(policy(), tmp_path, resume=True, train=TRAIN, max_steps=11)
     train(next_attempt)
     assert vars(next_attempt.policy)["limited_to"] == left
-    assert sizes(tmp_path) == [SETTING] * 10 + [left]
+    assert [row["microbatch/max_tokens"] for row in read_metrics(tmp_path)] == [SETTING] * 10 + [left]
 
 
 LIMITED = f"micro-batches have {SETTING // 2} tokens at most, since memory ran out before this resume; set train.max"
@@ -365,10 +353,9 @@ FREED = "the KV cache is freed before every update, since memory ran out before 
     ],
 )
 def test_a_resume_prints_what_changes_after_memory_ran_out(
-    policy: type[SmallMemoryPolicy], engine: str, printed: list[str], tmp_path: Path
+    policy: type[OneOfSeveral], engine: str, printed: list[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(MicrobatchMemoryError):
-        train(run_with(policy(), tmp_path, train=TRAIN))
+    ran_out(tmp_path, policy)
     resumed = run_with(policy(), tmp_path, resume=True, train=TRAIN, rollout={"engine": {"name": engine}})
     lines: list[str] = []
     resumed.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
@@ -378,9 +365,9 @@ def test_a_resume_prints_what_changes_after_memory_ran_out(
 
 
 def test_another_setting_is_a_new_beginning(tmp_path: Path) -> None:
-    with pytest.raises(MicrobatchMemoryError):
-        train(run_with(OneOfSeveral(), tmp_path, train=TRAIN))
+    ran_out(tmp_path)
     policy = OneOfSeveral()
     policy.max_tokens = 2 * SETTING
     train(run_with(policy, tmp_path, resume=True, train={"max_tokens_per_microbatch": 2 * SETTING}))
-    assert sizes(tmp_path)[10:] == [2 * SETTING] * 20
+    assert {row["microbatch/max_tokens"] for row in read_metrics(tmp_path)[10:]} == {2 * SETTING}
+    assert len(read_metrics(tmp_path)) == 30
