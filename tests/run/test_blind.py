@@ -120,12 +120,13 @@ def empty_tower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VLM, "rollout_features", features)
 
 
+def whole(_: int) -> Change:
+    return lambda prompt, _: prompt
+
+
 BREAKS: dict[str, tuple[Callable[[int], Change], str]] = {
     "image tokens doubled": (CHANGES["image tokens doubled"], "seems to have this fault: image tokens doubled"),
-    "two of three M-RoPE rows dropped": (
-        lambda _: lambda prompt, _: prompt,
-        "seems to have this fault: two of three M-RoPE rows dropped",
-    ),
+    "two of three M-RoPE rows dropped": (whole, "seems to have this fault: two of three M-RoPE rows dropped"),
     "images not sent": (CHANGES["the last image missing"], "seems to have this fault: the last image missing"),
     "text in place of ids": (as_text, "the nearest is: the last image missing .*Does the engine receive the"),
     "vision tower not loaded": (whole, "has it loaded the weights of the vision tower"),
