@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -125,15 +126,10 @@ class BanditEngine:
         drawn = np.random.default_rng(sampling.seed).choice(4, n, p=np.exp(logprobs))
         if sampling.temperature == 0:
             drawn = np.full(n, logprobs.argmax())
+        fields = [{"logprobs_T": logprobs[[token]].astype(np.float32), "text": ANSWERS[token]} for token in drawn]
         return [
-            completion_of(
-                [token],
-                id=f"{request.id}/{index}",
-                logprobs_T=logprobs[[token]].astype(np.float32),
-                text=ANSWERS[token],
-                version=self.version,
-            )
-            for index, token in enumerate(drawn)
+            completion_of([token], id=f"{request.id}/{index}", version=self.version, **more)
+            for index, (token, more) in enumerate(zip(drawn, fields, strict=True))
         ]
 
     name = "bandit"
@@ -180,40 +176,32 @@ def bandit_run(folder: Path, *, resume: bool = False, stages: Stages | None = No
     folder.mkdir(exist_ok=True)
 
     def source(split: str) -> PromptSource:
-        return PromptSource(
-            environment.tasks(split),
-            environment,
-            BanditRenderer(),
-            max_prompt_tokens=10,
-            on_bad_row="error",
-            cache_gib=0.0,
-        )
+        limits: Any = {"max_prompt_tokens": 10, "on_bad_row": "error", "cache_gib": 0.0}
+        return PromptSource(environment.tasks(split), environment, BanditRenderer(), **limits)
 
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
     resumed = checkpoints.resume() if resume else None
     train = source("train")
+    answers = EngineAnswers(engine, environment, graded(environment))
+    stream = TaskStream(
+        source=train,
+        order=Order(kinds_of(train.tasks), weights={}, seed=config.seed),
+        curriculum=CurriculumProgress(stages, config.curriculum),
+        environment=environment,
+        grading=graded(environment),
+    )
     return Run(
         config=config,
         folder=folder,
         environment=environment,
         sources=Sources(train=train, dev=source("dev"), test=source("test")),
-        stream=TaskStream(
-            source=train,
-            order=Order(kinds_of(train.tasks), weights={}, seed=config.seed),
-            curriculum=CurriculumProgress(stages, config.curriculum),
-            environment=environment,
-            grading=graded(environment),
-        ),
+        stream=stream,
         engine=engine,
         policy=policy,
         weight_sync=BanditSync(policy, engine),
         warmup=None,
         open_image=no_image,
-        evaluator=Evaluator(
-            EngineAnswers(engine, environment, graded(environment)),
-            greedy=Sampling(max_new_tokens=1, temperature=0.0),
-            batch_size=5,
-        ),
+        evaluator=Evaluator(answers, greedy=Sampling(max_new_tokens=1, temperature=0.0), batch_size=5),
         checkpoints=checkpoints,
         resumed=resumed,
         metrics=MetricsLog([JsonlSink(folder, resume_step=resumed.step if resumed else 0)]),

@@ -23,6 +23,7 @@ from tests.runs import (
     fovea,
     fovea_here,
     going,
+    run_program,
     until_killed,
     untimed,
     wait_for_steps,
@@ -32,6 +33,16 @@ from tests.warm import WarmProcess
 pytestmark = pytest.mark.kill
 
 STEPS = 12
+
+
+def with_reward(folder: Path, code: str) -> str:
+    """Write the user's code with a function `reward`; returns the setting that names it."""
+    (folder / "own.py").write_text(code)
+    return f"reward={folder / 'own.py'}:reward"
+
+
+def steps_of(run_dir: Path) -> list[str]:
+    return sorted(folder.name for folder in (run_dir / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -47,7 +58,7 @@ def test_a_signal_lets_the_step_end_and_saves_it(number: signal.Signals, code: i
     assert process.returncode == code, err
     taken = len(read_metrics(stopped))
     assert 3 <= taken < STEPS
-    assert (stopped / "checkpoints" / f"step-{taken}").is_dir()
+    assert f"step-{taken}" in steps_of(stopped)
     assert f"{number.name}: the run ends after this step" in err
     assert f"saved at step {taken}; run_dir={stopped} resume=auto continues from here" in out
     assert "Traceback" not in err
@@ -57,8 +68,13 @@ def test_a_signal_lets_the_step_end_and_saves_it(number: signal.Signals, code: i
     fovea_here(*arguments(whole, *settings))
     done = fovea_here(*arguments(stopped, *settings, "resume=auto"))
     assert f"resumed at step {taken}" in done.stdout
-    assert untimed(stopped) == untimed(whole)
-    assert final_weights(stopped, STEPS) == final_weights(whole, STEPS)
+    assert_equal(stopped, whole, STEPS)
+
+
+def assert_equal(one: Path, other: Path, steps: int) -> None:
+    """Metrics but for times, and weights byte for byte."""
+    assert untimed(one) == untimed(other)
+    assert final_weights(one, steps) == final_weights(other, steps)
 
 
 def test_a_time_limit_lets_the_step_end_and_saves_it(tmp_path: Path) -> None:
@@ -67,27 +83,24 @@ def test_a_time_limit_lets_the_step_end_and_saves_it(tmp_path: Path) -> None:
     settings = ("max_steps=3", "checkpoint.every_steps=0")
     fovea_here(*arguments(whole, *settings))
     done = fovea_here(*arguments(limited, *settings, "max_hours=1e-9"))
-    said = f"max_hours=1e-09 is reached: saved at step 1; run_dir={limited} resume=auto continues from here"
-    assert said in done.stdout
+    assert f"max_hours=1e-09 is reached: saved at step 1; run_dir={limited} resume=auto continues from" in done.stdout
     assert not (limited / "summary.json").exists(), "the evaluation of the end takes its time"
     done = fovea_here(*arguments(limited, *settings, "resume=auto"))
     assert "resumed at step 1" in done.stdout
-    assert untimed(limited) == untimed(whole)
-    assert final_weights(limited, 3) == final_weights(whole, 3)
+    assert_equal(limited, whole, 3)
 
 
-SLOW_REWARD = """\
+SLOW = """\
 import time
 
-def late(task, text, images):
+def reward(task, text, images):
     time.sleep(0.4)
     return 0.0
 """
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(SLOW_REWARD)
-    slow = (f"reward={tmp_path / 'own.py'}:late", "max_steps=50", "algorithm.max_groups_without_signal=6")
+    slow = (with_reward(tmp_path, SLOW), "max_steps=50", "algorithm.max_groups_without_signal=6")
     with going(tmp_path / "run", *slow, steps=1) as process:
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
@@ -97,7 +110,13 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
         process.communicate(timeout=60)
     assert process.returncode == 143
     assert len(read_metrics(tmp_path / "run")) == 1, "it waited for the end of the step"
-    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-0"]
+    assert steps_of(tmp_path / "run") == ["step-0"]
+
+
+def started(*words: str) -> subprocess.Popen[str]:
+    """A process of Python whose errors are read."""
+    command = [sys.executable, *words]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
 
 
 SLOW_DISK = """\
@@ -118,17 +137,14 @@ main()
 
 def test_a_signal_while_the_last_checkpoint_is_written_waits_for_it(tmp_path: Path) -> None:
     given = arguments(tmp_path, "max_steps=2", "checkpoint.every_steps=0", "evaluate.before_training=false")
-    started = subprocess.Popen(
-        [sys.executable, "-c", SLOW_DISK, *given], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
-    )
-    with until_killed(started) as process:
+    with until_killed(started("-c", SLOW_DISK, *given)) as process:
         wait_for_steps(tmp_path, 2, process)
         while not list((tmp_path / "checkpoints").glob(".step-2.*")):
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
-    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-0", "step-2"]
+    assert steps_of(tmp_path) == ["step-0", "step-2"]
     assert not (tmp_path / "summary.json").exists(), "the evaluation of the end takes its time"
 
 
@@ -145,11 +161,10 @@ def test_a_signal_while_a_run_is_built_leaves_no_folder(tmp_path: Path) -> None:
 HOLDING = """\
 import re
 
-def score(task, text, images):
+def reward(task, text, images):
     return float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))
 """
 IMPATIENT = """\
-import sys
 from fovea.cli.main import main
 from fovea_gym.graders import grading
 
@@ -159,16 +174,12 @@ main()
 
 
 def test_a_reward_that_holds_the_interpreter_lock_ends_the_run_as_one_that_hangs(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(HOLDING)
-    given = arguments(tmp_path / "run", f"reward={tmp_path / 'own.py'}:score", "reward_timeout_seconds=2")
-    started = subprocess.Popen(
-        [sys.executable, "-c", IMPATIENT, *given], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
-    )
-    with until_killed(started) as process:
+    given = arguments(tmp_path / "run", with_reward(tmp_path, HOLDING), "reward_timeout_seconds=2")
+    with until_killed(started("-c", IMPATIENT, *given)) as process:
         _, err = process.communicate(timeout=120)
     assert process.returncode == 3, err
-    assert f"error: {tmp_path / 'own.py'}:score has blocked this process for 3 s" in err
-    assert f'File "{tmp_path / "own.py"}", line 4 in score' in err
+    assert f"error: {tmp_path / 'own.py'}:reward has blocked this process for 3 s" in err
+    assert f'File "{tmp_path / "own.py"}", line 4 in reward' in err
     assert cause_of_death(process.returncode) is not None, "max_restarts starts it again"
 
 
@@ -195,7 +206,6 @@ def test_a_second_process_leaves_a_running_run_alone(resume: str, tmp_path: Path
     assert [row["step"] for row in read_metrics(shared)] == list(range(1, STEPS + 1)), "it has lost no line"
 
 
-STEPS = 12
 SETTINGS = (f"max_steps={STEPS}", "checkpoint.every_steps=4", "max_restarts=1")
 
 
@@ -204,20 +214,13 @@ def child_of(supervisor: int) -> int:
     return int(child)
 
 
-def is_running(process: int) -> bool:
+def state_of(process: int) -> str:
+    """The letter of its state; Z also where it is gone."""
+    file = Path(f"/proc/{process}/stat")
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return file.read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def wait_until_ended(process: int) -> None:
-    for _ in range(600):
-        if not is_running(process):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"process {process} was left behind")
+        return "Z"
 
 
 MORTAL = """\
@@ -244,8 +247,7 @@ def reward(task, text, images):
 def test_a_killed_run_goes_on_by_itself_as_if_it_had_not_been(tmp_path: Path) -> None:
     """Killed twice with a single restart to spare: a checkpoint between the two gives it back."""
     whole, killed, deaths = tmp_path / "whole", tmp_path / "killed", tmp_path / "deaths"
-    (tmp_path / "own.py").write_text(MORTAL)
-    settings = (*SETTINGS, f"reward={tmp_path / 'own.py'}:reward")
+    settings = (*SETTINGS, with_reward(tmp_path, MORTAL))
     deaths.mkdir()
     for step in (4, 8):
         (deaths / f"{step:02}").touch()
@@ -256,16 +258,12 @@ def test_a_killed_run_goes_on_by_itself_as_if_it_had_not_been(tmp_path: Path) ->
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), "the parent is small"
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert [line for line in err.splitlines() if "starting again" in line] == [
-        f"killed by signal 9 (Killed): starting again from the checkpoint of step {step}; 0 restarts left until a new "
-        "checkpoint"
-        for step in (4, 8)
-    ]
-    assert "resumed at step 4 from" in out
-    assert "resumed at step 8 from" in out
+    again = "killed by signal 9 (Killed): starting again from the checkpoint of step {}; 0 restarts left until a new "
+    found = [line for line in err.splitlines() if "starting again" in line]
+    assert found == [f"{again.format(step)}checkpoint" for step in (4, 8)]
+    assert all(f"resumed at step {step} from" in out for step in (4, 8))
     fovea_here(*arguments(whole, *settings, "max_restarts=0"))
-    assert untimed(killed) == untimed(whole)
-    assert final_weights(killed, STEPS) == final_weights(whole, STEPS)
+    assert_equal(killed, whole, STEPS)
 
 
 SUICIDE = """\
@@ -277,8 +275,7 @@ def reward(task, text, images):
 
 
 def test_a_run_that_dies_at_the_same_place_again_ends(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(SUICIDE)
-    done = fovea(*arguments(tmp_path / "run", *SETTINGS, f"reward={tmp_path / 'own.py'}:reward"))
+    done = fovea(*arguments(tmp_path / "run", *SETTINGS, with_reward(tmp_path, SUICIDE)))
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr.splitlines() == [
         "killed by signal 9 (Killed): starting again from the beginning; 0 restarts left until a new checkpoint",
@@ -301,8 +298,7 @@ def reward(task, text, images):
 
 
 def test_a_run_whose_process_a_library_ends_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(LIBRARY)
-    done = fovea(*arguments(tmp_path / "run", *SETTINGS, "max_steps=2", f"reward={tmp_path / 'own.py'}:reward"))
+    done = fovea(*arguments(tmp_path / "run", *SETTINGS, "max_steps=2", with_reward(tmp_path, LIBRARY)))
     assert done.returncode == 0, done.stderr
     assert "a library ended the process with code 1, as Ray does" in done.stderr
     assert "starting again from the beginning; 0 restarts left" in done.stderr
@@ -310,8 +306,7 @@ def test_a_run_whose_process_a_library_ends_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_on_ray_says_what_has_ended_it_without_restarts_too(tmp_path: Path) -> None:
     """The reward ends the process as Ray does that has lost a server; its trial call comes before Ray starts."""
-    (tmp_path / "own.py").write_text(LIBRARY)
-    on_ray = ("max_restarts=0", "cluster.gpus_per_node=1", f"reward={tmp_path / 'own.py'}:reward")
+    on_ray = ("max_restarts=0", "cluster.gpus_per_node=1", with_reward(tmp_path, LIBRARY))
     done = fovea(*arguments(tmp_path / "run", *(each for each in SETTINGS if "max_restarts" not in each), *on_ray))
     assert done.returncode == 3, done.stderr
     assert done.stderr.splitlines() == [
@@ -335,8 +330,7 @@ def reward(task, text, images):
 
 def test_a_run_that_dies_behind_the_same_checkpoint_again_ends(tmp_path: Path) -> None:
     """Going on from a checkpoint must not make it look like a new one, which would give the restarts back."""
-    (tmp_path / "own.py").write_text(FATAL)
-    done = fovea(*arguments(tmp_path / "run", *SETTINGS, f"reward={tmp_path / 'own.py'}:reward"))
+    done = fovea(*arguments(tmp_path / "run", *SETTINGS, with_reward(tmp_path, FATAL)))
     assert done.returncode == 128 + signal.SIGKILL
     died = [line for line in done.stderr.splitlines() if "SIGKILL" in line or "killed by signal 9" in line]
     assert len(died) == 2, done.stderr
@@ -366,7 +360,7 @@ def test_a_signal_to_the_supervisor_lets_the_step_end_and_saves_it(
     assert f"{number.name}: the run ends after this step" in err
     assert f"saved at step {len(read_metrics(tmp_path))}" in out
     assert "starting again" not in err
-    assert not is_running(child)
+    assert state_of(child) == "Z"
 
 
 @pytest.mark.slow
@@ -375,7 +369,11 @@ def test_a_supervisor_that_is_killed_lets_the_run_end_saved(tmp_path: Path) -> N
         child = child_of(process.pid)
         process.kill()
         process.wait()
-        wait_until_ended(child)
+        for _ in range(600):
+            if state_of(child) == "Z":
+                break
+            time.sleep(0.1)
+        assert state_of(child) == "Z", "left behind"
     taken = len(read_metrics(tmp_path))
     assert taken < 200
     assert (tmp_path / "checkpoints" / f"step-{taken}").is_dir()
@@ -386,9 +384,8 @@ def test_a_supervised_run_stops_and_continues_with_its_shell(tmp_path: Path) -> 
     with going(tmp_path, *SETTINGS, "max_steps=200", steps=3) as process:
         child = child_of(process.pid)
         process.send_signal(signal.SIGTSTP)
-        state_of = {each: Path(f"/proc/{each}/stat") for each in (process.pid, child)}
         for _ in range(100):
-            states = {path.read_text().rpartition(")")[2].split()[0] for path in state_of.values()}
+            states = {state_of(each) for each in (process.pid, child)}
             if states == {"T"}:
                 break
             time.sleep(0.05)
@@ -406,16 +403,8 @@ def test_a_supervised_run_stops_and_continues_with_its_shell(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_supervised_run_has_the_terminal(tmp_path: Path) -> None:
     """The live display writes to the terminal that `script` makes, and a killed one gives its cursor back."""
-    (tmp_path / "own.py").write_text(SUICIDE)
-    more = (f"reward={tmp_path / 'own.py'}:reward", "evaluate.before_training=false")
-    done = subprocess.run(
-        ["script", "-qec", shlex.join(command(*arguments(tmp_path / "run", *SETTINGS, *more))), "/dev/null"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    more = (with_reward(tmp_path, SUICIDE), "evaluate.before_training=false")
+    words = command(*arguments(tmp_path / "run", *SETTINGS, *more))
+    done = run_program(["script", "-qec", shlex.join(words), "/dev/null"])
     assert done.returncode == 128 + signal.SIGKILL, done.stdout
     assert done.stdout.count("\x1b[?25h") == 2, "once behind each of the two deaths"

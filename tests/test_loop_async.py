@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,14 +20,14 @@ from fovea.errors import EngineError, TrainError
 from fovea.loop_async import train
 from fovea.metrics.log import read_metrics
 from fovea.run.ahead import next_barrier
-from fovea.run.checkpoint import Checkpoints
+from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.context import Run
 from fovea.types import Batch, Completion, Metrics, Request
 from fovea.weights.base import SyncReport
 from fovea_gym.errors import BadRowError, ConfigError
 from fovea_gym.types import Message, Task
 from gym_tests.bandit import BanditEnvironment
-from tests.fakes import BanditEngine, BanditPolicy, BanditRenderer, bandit_run, staged_run
+from tests.fakes import BanditRenderer, bandit_run, staged_run
 from tests.runs import untimed
 
 KILLED = "killed"
@@ -112,9 +113,8 @@ def test_each_step_is_drawn_by_the_version_that_the_settings_say(
     assert [watched.versions[step] for step in range(7)] == [{version} for version in versions]
     assert overlaps <= watched.overlaps
     assert all(training < drawn <= training + bound for training, drawn in watched.overlaps)
-    rows = read_metrics(tmp_path)
-    assert [row["staleness/mean"] for row in rows] == [step - version for step, version in enumerate(versions)]
-    assert [row["staleness/max"] for row in rows] == [row["staleness/mean"] for row in rows]
+    staleness = [(row["staleness/mean"], row["staleness/max"]) for row in read_metrics(tmp_path)]
+    assert staleness == [(step - version, step - version) for step, version in enumerate(versions)]
     assert watched.synced[-1] == 7, "the evaluation of the end is one of the newest weights"
 
 
@@ -125,20 +125,14 @@ SECONDS = 0.6
 @pytest.mark.parametrize("slow", ["engine", "policy"])
 def test_the_time_for_which_either_side_waits_is_measured(slow: str, tmp_path: Path) -> None:
     run = overlapping(tmp_path, prompts=1, max_steps=4)
-    generate, update = run.engine.generate, run.policy.update
+    service, name = {"engine": (run.engine, "generate"), "policy": (run.policy, "update")}[slow]
+    at_once = getattr(service, name)
 
-    async def slow_generate(request: Request) -> Sequence[Completion]:
+    async def slowly(given: object) -> object:
         await asyncio.sleep(SECONDS)
-        return await generate(request)
+        return await at_once(given)
 
-    async def slow_update(batch: Batch) -> Metrics:
-        await asyncio.sleep(SECONDS)
-        return await update(batch)
-
-    if slow == "engine":
-        run.engine.generate = slow_generate  # type: ignore[method-assign]
-    else:
-        run.policy.update = slow_update  # type: ignore[method-assign]
+    setattr(service, name, slowly)
     train(run)
     # before the first step nothing is drawn ahead, and during the last one nothing is left to draw
     for row in read_metrics(tmp_path)[1:-1]:
@@ -187,21 +181,16 @@ def test_a_bandit_learns_from_stale_completions(tmp_path: Path) -> None:
     assert train(overlapping(tmp_path, bound=2)).final.accuracy == 1.0
 
 
-def killed_at(update: int) -> Callable[[Run], Run]:
-    def change(run: Run) -> Run:
-        policy = run.policy
-        assert isinstance(policy, BanditPolicy)
-        go_on = policy.update
+def killed_at(update: int, run: Run) -> Run:
+    go_on = run.policy.update
 
-        async def dies(batch: Batch) -> Metrics:
-            if policy.updates == update:
-                raise TrainError(KILLED)
-            return await go_on(batch)
+    async def dies(batch: Batch) -> Metrics:
+        if run.policy.updates == update:  # type: ignore[attr-defined]
+            raise TrainError(KILLED)
+        return await go_on(batch)
 
-        policy.update = dies  # type: ignore[method-assign]
-        return run
-
-    return change
+    run.policy.update = dies  # type: ignore[method-assign]
+    return run
 
 
 @pytest.mark.parametrize(
@@ -223,7 +212,7 @@ def test_a_run_that_is_killed_and_resumed_equals_one_never_killed(
     expected = Watched(staged_run(whole, **settings)).run
     train(expected)
     with pytest.raises(TrainError, match=KILLED):
-        train(killed_at(killed_in)(Watched(staged_run(broken, **settings), **turns).run))
+        train(killed_at(killed_in, Watched(staged_run(broken, **settings), **turns).run))
     resumed = Watched(staged_run(broken, resume=True, **settings), **turns).run
     assert resumed.resumed is not None
     assert resumed.resumed.step == killed_in - killed_in % 4
@@ -242,9 +231,7 @@ def test_a_run_that_is_told_to_end_puts_back_what_it_has_drawn_ahead(tmp_path: P
     with pytest.raises(SystemExit):
         loop.train(bandit_run(in_turn, **limited))
     assert ended.value.code == 0
-    saved, expected = (Checkpoints(folder, keep=2).latest() for folder in (ahead, in_turn))
-    assert saved is not None
-    assert expected is not None
+    saved, expected = (cast(SavedCheckpoint, Checkpoints(folder, keep=2).latest()) for folder in (ahead, in_turn))
     assert saved.step == expected.step == 1
     for key in ("order", "curriculum", "bad_rows", "unscored_bytes"):
         assert saved.state[key] == expected.state[key]
@@ -272,15 +259,8 @@ def torn_run(folder: Path, *, resume: bool = False, **settings: object) -> Run:
     run = overlapping(folder, bound=2, prompts=3, resume=resume, max_steps=3, **settings)
     bad_rows = BadRows(folder, resume_at=run.resumed.state["bad_rows"] if run.resumed else 0)
     environment = TornEnvironment()
-    source = PromptSource(
-        environment.tasks("train"),
-        environment,
-        BanditRenderer(),
-        max_prompt_tokens=10,
-        on_bad_row="skip",
-        cache_gib=0.0,
-        bad_rows=bad_rows,
-    )
+    limits: Any = {"max_prompt_tokens": 10, "on_bad_row": "skip", "cache_gib": 0.0, "bad_rows": bad_rows}
+    source = PromptSource(environment.tasks("train"), environment, BanditRenderer(), **limits)
     sources = replace(run.sources, train=source, bad_rows=bad_rows)
     return replace(run, sources=sources, stream=replace(run.stream, source=source))
 
@@ -301,16 +281,14 @@ def test_a_bad_row_that_was_drawn_ahead_is_put_back(tmp_path: Path) -> None:
 
 def test_an_error_of_a_rollout_ahead_ends_the_run(tmp_path: Path) -> None:
     run = overlapping(tmp_path)
-    engine = run.engine
-    assert isinstance(engine, BanditEngine)
-    generate = engine.generate
+    generate = run.engine.generate
 
-    async def broken(request: Request) -> list[Completion]:
+    async def broken(request: Request) -> Sequence[Completion]:
         if request.for_update and request.id.startswith("0/2/"):
             raise EngineError("out of luck")
         return await generate(request)
 
-    engine.generate = broken  # type: ignore[method-assign]
+    run.engine.generate = broken  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="out of luck"):
         train(run)
     assert len(read_metrics(tmp_path)) == 2
@@ -322,9 +300,8 @@ def test_a_run_ends_with_its_rows(tmp_path: Path) -> None:
     order = EpochOrder(16, seed=0, shuffle=True, max_epochs=1)
     watched = Watched(replace(run, stream=replace(run.stream, order=order)))
     train(watched.run)
-    assert len(read_metrics(tmp_path)) == 2
-    assert watched.synced[-1] == 2
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
+    steps = json.loads((tmp_path / "summary.json").read_text())["steps"]
+    assert (len(read_metrics(tmp_path)), watched.synced[-1], steps) == (2, 2, 2)
 
 
 def test_the_loop_that_takes_turns_refuses_a_run_that_overlaps(tmp_path: Path) -> None:

@@ -31,9 +31,7 @@ from tests.tiny_models import DENSE_FAMILIES, FAMILIES
 from tests.warm import WarmProcess, run_warm
 
 GEO3K = ROOT / ".." / "shared" / "data" / "geo3k"
-NEEDS_GEO3K = pytest.mark.skipif(
-    not GEO3K.is_dir(), reason="needs Geometry3K rows in ../shared/data/geo3k, which are not part of the project"
-)
+LACKS_GEO3K = "needs Geometry3K rows in ../shared/data/geo3k, which are not part of the project"
 HIDDEN_BY_PYTHON = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 
 
@@ -103,19 +101,19 @@ def test_a_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
         assert (run_dir / name).stat().st_size > 0, name
     assert json.loads((run_dir / "parity.json").read_text())["passed"]
     assert list((run_dir / "tensorboard").iterdir())
-    assert sorted(path.name for path in (run_dir / "samples").glob("*.jsonl")) == [
-        "index.jsonl",
-        "step-000001.jsonl",
-        "step-000005.jsonl",
-    ]
+    samples = sorted(path.name for path in (run_dir / "samples").glob("*.jsonl"))
+    assert samples == ["index.jsonl", "step-000001.jsonl", "step-000005.jsonl"]
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["accuracy"].keys() == {"before", "warmup", "final"}
     assert summary["by_type"].keys() == {"counting", "colour", "shape", "existence"}
-    assert sum(kind["n"] for kind in summary["by_type"].values()) == 16
-    assert summary["duplicates_across_splits"] == 0
+    assert (sum(kind["n"] for kind in summary["by_type"].values()), summary["duplicates_across_splits"]) == (16, 0)
     assert summary["seconds"]["total"] >= summary["seconds"]["warmup"] + summary["seconds"]["rl"] > 0
     assert [row["step"] for row in read_metrics(run_dir) if "accuracy/dev" in row] == [3, 6]
     assert "shuffled images" in done.stdout
+
+
+KL = "algorithm.kl.coef=0.01"
+FIXED_ROWS = ("train.enable_dynamic_batch_size=false", "train.groups_per_microbatch=2")
 
 
 @pytest.mark.parametrize(
@@ -124,21 +122,10 @@ def test_a_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
         *([f"model.tiny.family={family}"] for family in FAMILIES),
         ["model.lora.rank=4"],
         ["model.freeze_vision_tower=true", "train.gradient_checkpointing=selective"],
-        [
-            "algorithm.kl.coef=0.01",
-            "algorithm.ppo_epochs=2",
-            "algorithm.minibatches=2",
-            "train.max_tokens_per_microbatch=150",
-        ],
-        ["model.lora.rank=4", "algorithm.kl.coef=0.01", "rollout.top_p=0.9", "rollout.top_k=20"],
+        [KL, "algorithm.ppo_epochs=2", "algorithm.minibatches=2", "train.max_tokens_per_microbatch=150"],
+        ["model.lora.rank=4", KL, "rollout.top_p=0.9", "rollout.top_k=20"],
         ["warmup=null", "environment.level=3", "rollout.engine.max_batch_tokens=200"],
-        [
-            "model.freeze_vision_tower=true",
-            "model.feature_cache_gib=0",
-            "algorithm.kl.coef=0.01",
-            "train.enable_dynamic_batch_size=false",
-            "train.groups_per_microbatch=2",
-        ],
+        ["model.freeze_vision_tower=true", "model.feature_cache_gib=0", KL, *FIXED_ROWS],
     ],
     ids=" ".join,
 )
@@ -155,8 +142,7 @@ def test_every_setting_runs_for_three_steps(
 @pytest.mark.parametrize("name", DEFAULTS_OF)
 def test_every_algorithm_runs_from_the_demo_recipe(name: str, tmp_path: Path) -> None:
     rows = train_here("shapes", tmp_path / "run", *SMALL, "max_steps=3", f"algorithm.name={name}")
-    assert len(rows) == 3
-    assert all(row["updates_skipped"] == 0 for row in rows)
+    assert [row["updates_skipped"] for row in rows] == [0, 0, 0]
     assert ("explained_variance" in rows[-1]) == (name == "ppo")
     assert ("kl/reward" in rows[-1]) == (name in ("rloo", "reinforce++"))
     assert ("dynamic_sampling/batches" in rows[-1]) == (name == "dapo")
@@ -171,37 +157,22 @@ def test_every_algorithm_runs_from_the_demo_recipe(name: str, tmp_path: Path) ->
     ],
 )
 def test_the_ppo_recipe_runs_for_every_family(family: str, trunk: str, tmp_path: Path) -> None:
-    settings = [
-        f"model.tiny.family={family}",
-        *(f"algorithm.advantage.critic.{x}" for x in (f"trunk={trunk}", "warmup_steps=1")),
-    ]
-    rows = train_here("shapes_ppo", tmp_path / "run", *SMALL, "max_steps=3", *settings)
+    critic = [f"algorithm.advantage.critic.{x}" for x in (f"trunk={trunk}", "warmup_steps=1")]
+    words = [*SMALL, "max_steps=3", f"model.tiny.family={family}", *critic]
+    rows = train_here("shapes_ppo", tmp_path / "run", *words)
     assert all(np.isfinite(list(row.values())).all() for row in rows)
 
 
-@NEEDS_GEO3K
+@pytest.mark.skipif(not GEO3K.is_dir(), reason=LACKS_GEO3K)
 def test_two_grpo_steps_on_real_geometry(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    rows = train_here(
-        "geo3k",
-        run_dir,
-        f"environment.train_files=[{GEO3K / 'fixture_train.parquet'}]",
-        f"environment.test_files=[{GEO3K / 'fixture_test.parquet'}]",
-        "environment.dev_files=null",
-        "model.path=null",
-        "model.tiny={}",
-        "model.dtype=float32",
-        "model.max_pixels=50000",
-        "max_steps=2",
-        "rollout.prompts_per_step=4",
-        "rollout.samples_per_prompt=4",
-        "rollout.max_new_tokens=16",
-        "algorithm.max_groups_without_signal=4",
-        "algorithm.entropy_coef=0.01",
-        "evaluate.test_size=8",
-    )
-    assert len(rows) == 2
-    assert all(row["grad_norm"] > 0 for row in rows)
+    files = [f"environment.{split}_files=[{GEO3K / f'fixture_{split}.parquet'}]" for split in ("train", "test")]
+    model = ["model.path=null", "model.tiny={}", "model.dtype=float32", "model.max_pixels=50000"]
+    rollout = ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.max_new_tokens=16"]
+    algorithm = ["algorithm.max_groups_without_signal=4", "algorithm.entropy_coef=0.01"]
+    sizes = ["max_steps=2", "environment.dev_files=null", "evaluate.test_size=8"]
+    rows = train_here("geo3k", run_dir, *files, *model, *rollout, *algorithm, *sizes)
+    assert [row["grad_norm"] > 0 for row in rows] == [True, True]
     assert all(row["reward"] == row["accuracy"] == row["reward/answer"] for row in rows), "binary, as the recipe says"
     assert json.loads((run_dir / "summary.json").read_text())["by_type"]["all"]["n"] == 8
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_a_run_of_rows_from_python(tmp_path: Path) -> None:
 SEVERAL = pd.DataFrame([["<image>Which?", "red", "blue"]], columns=["question", "answer", "answer"])
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "frames", "problem"),
     [
         ("shapes", {"train": [QUESTION]}, r"rows are given, but environment.name=shapes takes none; choose rows"),
@@ -118,13 +119,10 @@ def test_a_reward_whose_rows_have_no_answers_is_told_so(
     own.write_text("def right(task, text, images):\n    return float(task.answer in text)\n")
     config = load_config([], ["model.tiny={}", "environment.name=rows", *files, f"reward={own}:right", *settings])
     graded = make_environment(config)
-    said = "".join(remarks_on_answers(graded))
-    graded.grading.close()
-    for part in (
-        "is called answer or reward_model, so task.answer is empty in the",
-        "the columns are question, solution",
-    ):
-        assert (part in said) is is_said
+    with closing(graded.grading):
+        said = "".join(remarks_on_answers(graded))
+    parts = ("is called answer or reward_model, so task.answer is empty in the", "the columns are question, solution")
+    assert [part in said for part in parts] == [is_said] * 2
     assert bool(said) is is_said
 
 
@@ -136,12 +134,13 @@ def test_shares_of_a_part_that_became_larger_are_said_with_their_numbers(tmp_pat
     environment = json.dumps({"name": "mixture", "parts": parts})
     config = load_config([], ["model.tiny={}", f"environment={environment}", "warmup=null"])
     graded = make_environment(config)
-    said = list(remarks_on_shares(config, graded))
-    graded.grading.close()
-    assert [line.partition(", since")[0] for line in said] == [
-        "environment.parts.files.environment.test_share=0.2 of 60 rows holds out 20 and leaves 20 to train on",
-        "environment.parts.files.environment.dev_share=0.05 of 60 rows holds out 20 and leaves 20 to train on",
+    with closing(graded.grading):
+        said = list(remarks_on_shares(config, graded))
+    numbers = "of 60 rows holds out 20 and leaves 20 to train on"
+    expected = [
+        f"environment.parts.files.environment.{share} {numbers}" for share in ("test_share=0.2", "dev_share=0.05")
     ]
+    assert [line.partition(", since")[0] for line in said] == expected
 
 
 SPLITS = ("train", "dev", "test")
@@ -156,10 +155,8 @@ def remarks(folder: Path, code: str, rows: list[dict[str, Any]], *words: str) ->
     overrides = ["model.tiny={}", "environment.name=geo3k", *files, f"reward={folder}/mine.py:score", *words]
     config = load_config([], overrides)
     graded = make_environment(config)
-    try:
+    with closing(graded.grading):
         return try_reward(graded, make_opener(config.data, folder))
-    finally:
-        graded.grading.close()
 
 
 def rows_after(**first: object) -> list[dict[str, Any]]:
@@ -186,6 +183,11 @@ def test_a_reward_that_cannot_score_the_gold_answer_is_an_error_or_a_remark(tmp_
     for policy in ("drop", "drop_completion"):
         (said,) = remarks(tmp_path, code, rows_after(), f"reward_on_failure={policy}")
         assert said.startswith("your reward gives the gold answer no score: train/0: ")
+    # no row can be used
+    (said,) = remarks(
+        tmp_path, OPENS, [row("How many?", answer) for answer in ("", None, None)], "data.on_bad_row=skip"
+    )
+    assert "was not tried" in said
 
 
 @table(
@@ -201,13 +203,6 @@ def test_a_reward_that_cannot_score_the_gold_answer_is_an_error_or_a_remark(tmp_
 def test_a_gold_answer_without_a_reward_is_told(code: str, said: str | None, tmp_path_factory: Any) -> None:
     found = remarks(tmp_path_factory.mktemp("rows"), code, rows_after())
     assert [each.startswith(str(said)) for each in found] == ([] if said is None else [True])
-
-
-def test_no_row_that_can_be_used_is_told(tmp_path: Path) -> None:
-    rows = [{**row("How many?", "3"), "answer": None} for _ in range(3)]
-    rows[0]["answer"] = ""
-    (said,) = remarks(tmp_path, OPENS, rows, "data.on_bad_row=skip")
-    assert "was not tried" in said
 
 
 def test_the_first_line_of_a_file_may_be_damaged(tmp_path: Path) -> None:
@@ -302,12 +297,11 @@ def test_a_template_without_pictures_of_tools_is_named_at_the_start(tmp_path: Pa
     folder = save(tiny("qwen3_vl"), tmp_path / "model")
     file = folder / "chat_template.jinja"
     written = file.read_text()
-    file.write_text(
-        written.replace("{%- if part.type == 'image' -%}", "{%- if part.type == 'image' and message.role != 'tool' -%}")
-    )
+    shown = "{%- if part.type == 'image'"
+    file.write_text(written.replace(f"{shown} -%}}", f"{shown} and message.role != 'tool' -%}}"))
     assert file.read_text() != written
     settings = {"environment": {**SCENES, "tools": ["zoom"], "max_tool_turns": 1}, "model": {"path": str(folder)}}
     with pytest.raises(
-        ModelError, match=r"environment.tools: zoom return pictures, which the chat template of .*model leaves"
+        ModelError, match=r"environment.tools: zoom return pictures, which the chat template of .*model"
     ):
         run_of(tmp_path / "run", **settings)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 
 from fovea.commands.serve import ServedModel, ServerAddress, serve
@@ -32,19 +29,14 @@ from fovea_gym.rows.images import ImageOpener
 from fovea_gym.settings.rewards import RewardModel
 from fovea_gym.types import ImageRef
 from tests.environments.reward_model import save_reward_model
+from tests.process_ranks import run_group
 from tests.tiny_models import CPU, FAMILIES, save, tiny
-from tests.warm import run_ranks
 
-PATIENCE = timedelta(seconds=120)
 DTYPES = ("float32", "bfloat16")
 
 
-def process(rank: int, port: int, folder: Path) -> None:
+def process(rank: int, folder: Path) -> None:
     """Each rank has a separate folder, the second one without any weights."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     ranks = Ranks.of_process_group("cpu")
     found: dict[str, Any] = {}
     for family in FAMILIES:
@@ -64,7 +56,6 @@ def process(rank: int, port: int, folder: Path) -> None:
     except FoveaError as error:
         found["damaged"] = f"{type(error).__name__}: {error}"
     torch.save(found, folder / f"found-{rank}")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +66,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     shutil.copytree(folder / "0" / FAMILIES[0], folder / "0/damaged")
     shutil.copytree(folder / "0", folder / "1", ignore=shutil.ignore_patterns("*.safetensors"))
     (folder / "0/damaged/model.safetensors").write_bytes(b"damaged")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    run_ranks(process, (store.port, folder), nprocs=2)
+    run_group(process, folder)
     first, second = (torch.load(folder / f"found-{rank}", weights_only=False) for rank in range(2))
     return first, second, folder
 
@@ -121,6 +111,7 @@ MULTIPLYING = {
 }
 ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 LONG = "{% for i in range(100) %}{{ 'x' * 30000000 }}{% endfor %}"
+MESSAGES = "{%- for message in messages"
 STRANGERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "endless template": (template(ENDLESS), r"the chat template \(chat_template.jinja\) did not end within 5 s"),
     "long output": (template(LONG), r"the chat template \(chat_template.jinja\) (writes|takes more than|ended its)"),
@@ -129,21 +120,14 @@ STRANGERS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"the model's chat template leaves out pictures \(it writes 0 of 1\)",
     ),
     "a template without answers": (
-        template(
-            CHAT_TEMPLATE.replace(
-                "{%- for message in messages -%}", "{%- for message in messages if message.role == 'user' -%}"
-            )
-        ),
+        template(CHAT_TEMPLATE.replace(f"{MESSAGES} -%}}", f"{MESSAGES} if message.role == 'user' -%}}")),
         "the model's chat template does not write assistant messages",
     ),
     "a template that refuses": (template("{{ raise_exception('no') }}"), "no"),
     "a tokenizer that multiplies": (changed("tokenizer.json", normalizer=MULTIPLYING), r"tokenizer\.json"),
     "another image id": (changed("config.json", image_token_id=5), "image_token_id=5"),
     "an image id that no token has": (changed("config.json", image_token_id=10**6), "image_token_id=1000000"),
-    "another patch": (
-        changed("preprocessor_config.json", merge_size=3),
-        "merge_size=3 in its preprocessor_config.json",
-    ),
+    "another patch": (changed("preprocessor_config.json", merge_size=3), "merge_size=3 in its preprocessor_config"),
 }
 
 
@@ -182,18 +166,13 @@ def test_a_reward_model_passes_the_same_trial(
     assert str(error.value).startswith(f"reward_model.path={tmp_path}: ")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_attention_heads": 0},
-        {"num_hidden_layers": 10**9},
-        {"hidden_size": 15},
-        {"num_labels": 10**12},
-        {"rms_norm_eps": float("nan")},
-        {"hidden_act": "none"},
-        {"rope_parameters": 5},
-    ],
-)
+WRONG = {
+    **{"num_attention_heads": 0, "num_hidden_layers": 10**9, "hidden_size": 15, "num_labels": 10**12},
+    **{"rms_norm_eps": float("nan"), "hidden_act": "none", "rope_parameters": 5},
+}
+
+
+@pytest.mark.parametrize("wrong", [{name: value} for name, value in WRONG.items()])
 def test_a_reward_model_whose_config_no_model_can_have_is_named(wrong: dict[str, Any], tmp_path: Path) -> None:
     save_reward_model(tmp_path)
     changed("config.json", **wrong)(tmp_path)
