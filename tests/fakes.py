@@ -80,11 +80,8 @@ class BanditPolicy:
         return with_reference_logprobs(batch, self.reference_logprobs(batch)) if needs.reference_logprobs else batch
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
-        return [
-            log_softmax(self.table[group.prompt.token_ids_L[0]])[sample.token_ids_T].astype(np.float32)
-            for group in batch.groups
-            for sample in group.samples
-        ]
+        rows = [(log_softmax(self.table[group.prompt.token_ids_L[0]]), group) for group in batch.groups]
+        return [row[sample.token_ids_T].astype(np.float32) for row, group in rows for sample in group.samples]
 
     def reference_logprobs(self, batch: Batch) -> list[np.ndarray]:
         return [np.full(1, -np.log(4), dtype=np.float32) for group in batch.groups for _ in group.samples]

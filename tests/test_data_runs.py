@@ -63,9 +63,7 @@ def trained(folder: Path, files: tuple[Path, Path], *settings: str, recipe: str 
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_public_files_train_and_are_read_again_by_eval(
-    names: tuple[str, str], settings: list[str], tmp_path: Path
-) -> None:
+def test_public_files_train_and_are_read_by_eval(names: tuple[str, str], settings: list[str], tmp_path: Path) -> None:
     files = (SHARED / names[0], SHARED / names[1])
     if not all(file.exists() for file in files):
         pytest.skip(f"the shared data files are not here ({SHARED})")
@@ -365,9 +363,7 @@ class OddReplies(Doors):
         (ImageRef(source=b"none", where="room 3"), "room 3: "),
     ],
 )
-def test_a_reply_that_no_prompt_can_hold_gets_no_advice_for_rows(
-    part: str | ImageRef, why: str, tmp_path: Path
-) -> None:
+def test_a_reply_that_no_prompt_holds_gets_no_advice_for_rows(part: str | ImageRef, why: str, tmp_path: Path) -> None:
     with pytest.raises(SessionError, match=why) as error:
         wait_for(begin(run_of(tmp_path, OddReplies(part))))
     assert "on_bad_row" not in str(error.value)

@@ -349,9 +349,7 @@ def test_an_error_of_the_user_is_final_and_leaves_no_folder(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)], ids=str
 )
-def test_a_signal_to_the_supervisor_lets_the_step_end_and_saves_it(
-    number: signal.Signals, code: int, tmp_path: Path
-) -> None:
+def test_a_signal_to_the_supervisor_lets_the_step_end_saved(number: signal.Signals, code: int, tmp_path: Path) -> None:
     with going(tmp_path, *SETTINGS, "max_steps=200", "checkpoint.every_steps=0", steps=3) as process:
         child = child_of(process.pid)
         process.send_signal(number)

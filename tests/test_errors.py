@@ -29,11 +29,8 @@ from fovea_gym.errors import (
 )
 from gym_tests.tables import table
 
-MORE_ARGUMENTS: dict[type[FoveaError], tuple[object, ...]] = {
-    BadRowError: ("image_damaged",),
-    MicrobatchMemoryError: (512,),
-    FailedEpisodeError: ("reply", -1.0),
-}
+MORE_ARGUMENTS: dict[type[FoveaError], tuple[object, ...]] = {MicrobatchMemoryError: (512,)}
+MORE_ARGUMENTS |= {BadRowError: ("image_damaged",), FailedEpisodeError: ("reply", -1.0)}
 """Arguments behind the message, of the errors that take some."""
 PACKAGE = Path(fovea.__file__).parent
 
@@ -82,13 +79,8 @@ def test_no_text_of_the_gym_names_a_setting_of_a_run() -> None:
     sections = Config.model_fields.keys() - ARGUMENTS_OF_THE_GYM
     of_a_run = re.compile(rf"(?<![\w.])(?:(?:{'|'.join(sections)})\.(?!md\b)[a-z_]+|(?:{'|'.join(sections)})=(?![=']))")
     package = Path(fovea_gym.__file__).parent
-    found = [
-        f"{file.relative_to(package)}:{line}: {text}"
-        for file in sorted(package.rglob("*.py"))
-        for line, text in texts_of(file)
-        if of_a_run.search(text)
-    ]
-    assert found == []
+    texts = [(file.relative_to(package), *each) for file in package.rglob("*.py") for each in texts_of(file)]
+    assert [each for each in texts if of_a_run.search(each[2])] == []
 
 
 class Section(BaseModel):

@@ -169,9 +169,7 @@ def python_with(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("parts", [[], ["environment={name: mixture, parts: {greys: {environment: grey}}}"]])
-def test_an_engine_runs_in_an_environment_that_has_only_its_own_package(
-    parts: list[str], plus: Path, tmp_path: Path
-) -> None:
+def test_an_engine_runs_in_an_environment_with_only_its_package(parts: list[str], plus: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     points = {"fovea.engines": PROJECT["project"]["entry-points"]["fovea.engines"]}
     code = {"fovea_plus/slow_engine.py": BLOCKS["fovea_plus/slow_engine.py"]}

@@ -70,9 +70,7 @@ def test_every_line_names_the_tools_behind_fovea() -> None:
         for names in line.findall(text)
     ]
     assert len(found) > 20
-    assert [
-        each for each in found if not (each[1].strip("'").startswith(".") and each[1] != each[2] == "./tools")
-    ] == []
+    assert [x for x in found if not (x[1].strip("'").startswith(".") and x[1] != x[2] == "./tools")] == []
 
 
 def planned(folder: Path, target: str) -> list[str]:

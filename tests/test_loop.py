@@ -65,9 +65,7 @@ def test_a_bandit_learns(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 30
 
 
-def test_the_time_limit_counts_earlier_attempts_and_is_named_as_it_was_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_limit_of_all_attempts_is_named_as_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a supervisor starts it after an hour; the setting was replaced by what was left of it."""
     run = replace(bandit_run(tmp_path, max_hours=1.0), spent_seconds=3600.0)
     said: list[str] = []
@@ -93,9 +91,7 @@ def test_a_time_limit_evaluates_where_the_settings_say_so(tmp_path: Path) -> Non
     assert train(bandit_run(tmp_path, max_steps=2, resume=True)).steps == 2
 
 
-def test_a_signal_ends_the_evaluation_behind_a_time_limit_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_ends_the_evaluation_behind_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def finish(*_: object) -> None:
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("the signal was only noted")

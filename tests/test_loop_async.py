@@ -196,9 +196,7 @@ def killed_at(update: int, run: Run) -> Run:
 @pytest.mark.parametrize(
     ("killed_in", "turns"), [(3, {"update_turns": 60}), (5, {"draw_turns": 9}), (9, {"update_turns": 60})], ids=str
 )
-def test_a_run_that_is_killed_and_resumed_equals_one_never_killed(
-    killed_in: int, turns: dict[str, int], tmp_path: Path
-) -> None:
+def test_a_killed_and_resumed_run_equals_a_whole_one(killed_in: int, turns: dict[str, int], tmp_path: Path) -> None:
     """With a curriculum that goes by rewards, dynamic sampling, and rows drawn ahead when it dies."""
     settings: dict[str, object] = {
         "max_steps": 12,

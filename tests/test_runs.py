@@ -129,9 +129,7 @@ FIXED_ROWS = ("train.enable_dynamic_batch_size=false", "train.groups_per_microba
     ],
     ids=" ".join,
 )
-def test_every_setting_runs_for_three_steps(
-    settings: list[str], tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_every_setting_takes_three_steps(settings: list[str], tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     small = [x for x in SMALL if not (x.startswith("warmup.") and "warmup=null" in settings)]
     rows = train_here("shapes", tmp_path / "run", *small, "max_steps=3", *settings)
     assert len(rows) == 3

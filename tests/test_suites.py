@@ -103,10 +103,8 @@ def test_a_new_and_a_renamed_file_are_changes_and_the_command_lists_what_is_to_b
     (tree / "fovea/view/new.py").touch()
     listed = run_program([sys.executable, ".ci/suites.py"], cwd=tree).stdout.splitlines()
     (tree / "fovea/view/new.py").unlink()
-    assert dict(line.split(": ") for line in listed) == {
-        **dict.fromkeys(EVERYTHING, "unchanged since it passed"),
-        "browser": "changed",
-    }
+    states = dict.fromkeys(EVERYTHING, "unchanged since it passed") | {"browser": "changed"}
+    assert dict(line.split(": ") for line in listed) == states
     (tree / "fovea/view/server.py").rename(tree / "fovea/view/renamed.py")
     assert to_be_run(tree) == {"browser"}
     (tree / "fovea/view/renamed.py").rename(tree / "fovea/view/server.py")
@@ -172,9 +170,8 @@ def test_ci_runs_smoke_tests_of_what_has_not_changed(tree: Path, tmp_path: Path)
     assert done.returncode == 0, done.stdout
     made = (tmp_path / "made").read_text().splitlines()
     assert {"test", "lint", "test-slow", "test-sglang", "test-oldest"} <= set(made)
-    assert {line for line in made if "SMOKE=1" in line} == {
-        f"test-{suite} SMOKE=1" for suite in EVERYTHING - WITHOUT_SMOKE - {"sglang"}
-    }
+    smoke = {f"test-{suite} SMOKE=1" for suite in EVERYTHING - WITHOUT_SMOKE - {"sglang"}}
+    assert {line for line in made if "SMOKE=1" in line} == smoke
     assert not {f"test-{suite}" for suite in EVERYTHING - {"sglang", "oldest"}} & set(made)
     assert "vllm (smoke): passed" in done.stdout
     assert "newest: not run: unchanged since it passed" in done.stdout

@@ -162,9 +162,7 @@ def test_a_fault_is_in_the_copy_within_the_block_only(tmp_path: Path) -> None:
 
 TEXT = (ROOT / "benchmarks/first_visit.sh").read_text(encoding="utf-8").replace("\\\n", " ")
 LIMITS = [int(limit) for limit in re.findall(r"^part \d-\w+ (\d+) ", TEXT, re.MULTILINE)]
-PARTS = {
-    line.split()[1]: shlex.split(line)[2:] for line in TEXT.splitlines() if re.match(r'part \d-\w+ \d+ "\$py"', line)
-}
+PARTS = {x.split()[1]: shlex.split(x)[2:] for x in TEXT.splitlines() if re.match(r'part \d-\w+ \d+ "\$py"', x)}
 
 
 def test_the_first_visit_is_a_script_of_580_seconds_at_most_whose_run_starts() -> None:

@@ -51,9 +51,7 @@ def test_a_name_that_is_gone_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
     assert needed(["fovea/loop.py"]) == ("GONE: fovea/renamed.py; put their successors into needed.txt", [])
 
 
-def test_all_distances_of_the_tree_are_counted_and_the_list_of_the_page_is_true(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_all_distances_are_counted_and_the_list_of_the_page_is_true(capsys: pytest.CaptureFixture[str]) -> None:
     assert distance.main(["--list"]) == 0, capsys.readouterr().out
     lines = capsys.readouterr().out.splitlines()
     assert [line[:33].rstrip() for line in lines if not line.startswith(" ")] == [

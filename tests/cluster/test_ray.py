@@ -183,9 +183,7 @@ def outlived(processes: list[psutil.Process]) -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.kill
 @pytest.mark.parametrize("server", ["gcs_server", "raylet"])
-def test_the_death_of_a_server_of_rays_is_one_of_a_worker(
-    server: str, ray_environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_death_of_rays_server_is_a_workers(server: str, ray_environment: dict[str, str], tmp_path: Path) -> None:
     """Ray's library may be the first to see it, and then ends the process with code 1 and without a word."""
     with going(ray_environment, tmp_path, EACH_STEP, *COLLOCATED, *LONG) as process:
         family = family_of(process)
@@ -214,9 +212,7 @@ def test_a_run_that_has_lost_its_raylet_is_started_again(ray_environment: dict[s
 
 @pytest.mark.slow
 @pytest.mark.kill
-def test_a_run_whose_worker_is_killed_goes_on_by_itself_as_if_it_had_not(
-    on_ray: Path, cluster: RayCluster, tmp_path: Path
-) -> None:
+def test_a_run_whose_worker_is_killed_goes_on_by_itself(on_ray: Path, cluster: RayCluster, tmp_path: Path) -> None:
     with going(cluster.environment, tmp_path, EACH_STEP, *TWO_AND_ONE, "max_restarts=1") as process:
         workers = workers_in(cluster.processes())
         assert len(workers) == 3
@@ -258,9 +254,7 @@ assert len(run.engine._workers.engines) == 1
 
 @pytest.mark.slow
 @pytest.mark.kill
-def test_a_run_that_loses_one_of_two_engines_goes_on_with_the_other(
-    on_ray: Path, cluster: RayCluster, tmp_path: Path
-) -> None:
+def test_a_run_that_loses_one_of_two_engines_goes_on(on_ray: Path, cluster: RayCluster, tmp_path: Path) -> None:
     """Without a restart, in the next step too: weights are then synced to the engine that is left."""
     two_engines = ("cluster.gpus_per_node=3", ENGINES_ONLY, "cluster.rollout_gpus=2")
     arguments = settings("recipes/shapes.yaml", tmp_path, EACH_STEP, *two_engines)
@@ -291,9 +285,7 @@ def test_sigterm_ends_the_run_saved(ray_environment: dict[str, str], tmp_path: P
     """With the Ray that it has started, and in which all listen only on loopback."""
     with going(ray_environment, tmp_path, *LONG, *COLLOCATED) as process:
         family = family_of(process)
-        assert {address for each in (psutil.Process(process.pid), *family) for address in listening(each)} == {
-            "127.0.0.1"
-        }
+        assert set().union(*map(listening, (psutil.Process(process.pid), *family))) == {"127.0.0.1"}
         process.terminate()
         _, said = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 143, said

@@ -150,20 +150,15 @@ class LateReplies:
     def target(self, task):
         return task.answer
 """
-REPEATED = {
-    "collocated": ("environment.session.max_concurrent=5",),
-    "disaggregated": ENGINE_ALONE,
-    "overlapped": (*ENGINE_ALONE, "rollout.max_staleness_steps=1"),
-}
+REPEATED = {"collocated": ("environment.session.max_concurrent=5",), "disaggregated": ENGINE_ALONE}
+REPEATED["overlapped"] = (*ENGINE_ALONE, "rollout.max_staleness_steps=1")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[pytest.mark.long] if name == "disaggregated" else []) for name in REPEATED]
 )
-def test_agents_on_two_processes_repeat_and_resume_bit_for_bit_whichever_reply_is_first(
-    case: str, tmp_path: Path
-) -> None:
+def test_agents_on_two_processes_repeat_and_resume_bit_for_bit_with_late_replies(case: str, tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(LATE_REPLIES)
     (tmp_path / "late.yaml").write_text(
         "model: {tiny: {}}\nrollout: {prompts_per_step: 4, samples_per_prompt: 4, max_new_tokens: 4}\n"

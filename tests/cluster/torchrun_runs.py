@@ -53,12 +53,8 @@ def run_on(processes: int, *words: str) -> str:
 
 def launched(rank: int, processes: int, port: int) -> dict[str, str]:
     """The variables that torchrun sets for a process."""
-    ranks = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-    }
+    ranks = {f"{local}RANK": str(rank) for local in ("", "LOCAL_")}
+    ranks |= {f"{local}WORLD_SIZE": str(processes) for local in ("", "LOCAL_")}
     return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 

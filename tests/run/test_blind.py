@@ -136,9 +136,7 @@ BREAKS: dict[str, tuple[Callable[[int], Change], str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_blind_engine_stops_the_run_before_its_first_update(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_blind_engine_stops_the_run_at_its_start(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, cause = BREAKS[name]
     run = run_of(tmp_path, **SETTINGS)
     engine = BrokenEngine(run.engine, change(run.image_token_id))
@@ -239,9 +237,7 @@ def test_images_that_only_rollouts_ahead_lose_stop_the_run_at_that_step(tmp_path
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
 
-def test_features_kept_over_a_weight_sync_stop_the_run_at_that_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_kept_over_a_weight_sync_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, kept = VLM.rollout_features, dict[str, ImageFeatures]()
 
     def features(vlm: VLM, images: Sequence[PromptImage]) -> list[ImageFeatures]:
@@ -293,9 +289,7 @@ class Noisy:
 
 
 @pytest.mark.parametrize(("mismatch", "is_stopped"), [(0.15, False), (0.6, True)])
-def test_inexact_log_probs_of_the_same_weights_stop_a_run_only_far_beyond_the_limit(
-    mismatch: float, is_stopped: bool, tmp_path: Path
-) -> None:
+def test_inexact_log_probs_stop_a_run_far_beyond_the_limit(mismatch: float, is_stopped: bool, tmp_path: Path) -> None:
     run = run_of(tmp_path, **SETTINGS)
     noisy = replace(run, engine=cast("Engine", Noisy(run, mismatch)))
     with pytest.raises(ParityError, match=r"step 2: .*by 0\.6") if is_stopped else nullcontext():

@@ -139,9 +139,7 @@ def test_a_damaged_one_is_an_error(tmp_path: Path) -> None:
         run_in(tmp_path / "new", resume=str(state.parent))
 
 
-def test_a_resumed_run_tells_of_lost_metrics_and_passes_an_empty_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_tells_of_lost_metrics_and_empty_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_in(tmp_path / "run", max_steps=2)
     (run / "checkpoints" / "step-99").mkdir()
     file = run / "metrics.jsonl"
@@ -166,9 +164,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("stop_after", [30, 14], ids=["in one go", "resumed"])
-def test_the_checkpoint_of_the_best_dev_reading_is_kept(
-    stop_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_checkpoint_is_kept(stop_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read at steps 6, 12, ..., of which 12 is the best; checkpoints come every 10 steps."""
     readings = iter([0.0, 0.3, 0.9, *([0.5] * 20)])
 
@@ -187,9 +183,7 @@ def test_the_checkpoint_of_the_best_dev_reading_is_kept(
     assert saved_steps(tmp_path) == [12, 20, 30]
 
 
-def test_the_last_checkpoint_before_updates_fail_is_kept_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_checkpoint_before_updates_fail_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     update = BanditPolicy.update
 
     async def failing_from_16_on(self: BanditPolicy, batch: Batch) -> Metrics:
@@ -225,9 +219,7 @@ def test_progress_survives_its_json_form() -> None:
     assert loaded.earlier_seconds == saved["earlier_seconds"] > 0
 
 
-def test_a_resumed_run_tells_of_lost_bad_rows_and_cuts_damaged_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_tells_of_lost_bad_rows_and_cuts_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row("What?", "3", colour) for colour in ("red", "green", "blue")]
     environment = {"name": "geo3k", **files(tmp_path, [row("Bad?", "4") | {"images": []}, *rows])}
     evaluate = SETTINGS["evaluate"] | {"before_training": True}

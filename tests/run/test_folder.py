@@ -108,9 +108,7 @@ def test_a_size_of_micro_batches_outlives_a_start_that_ran_out_of_memory(tmp_pat
     assert left_limit(folder) == MicrobatchTokens(setting=1000, limit=500)
 
 
-def test_a_pattern_with_a_time_gives_every_run_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pattern_with_a_time_gives_every_run_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with open_run_folder(config()) as one, open_run_folder(config()) as two, open_run_folder(config()) as three:
@@ -265,9 +263,7 @@ def test_a_killed_process_is_in_nobodys_way_and_another_one_with_its_pid_is_told
         assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
 
 
-def test_without_locks_in_the_file_system_the_named_owner_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_of_the_file_system_the_owner_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file system of a test machine lacks them, so the error of one that does stands in."""
 
     def no_locks(*_: object) -> None:

@@ -50,10 +50,14 @@ def of(accuracy: float) -> Evaluation:
 
 
 def begun(run: Run) -> TrainState:
-    """Its state before the first step, whose checkpoint is written."""
-    state = wait_for(begin(run))
-    wait_for(run.checkpoints.finish())
-    return state
+    """The state before the first step of a run, whose checkpoint is written."""
+
+    async def first() -> TrainState:
+        state = await begin(run)
+        await run.checkpoints.finish()
+        return state
+
+    return wait_for(first())
 
 
 def printed_in(run: Run) -> list[str]:
@@ -230,9 +234,7 @@ def test_reasons_of_unscored_groups_stand_once_after_a_resume(tmp_path: Path) ->
     ],
     ids=["memory ran out", "a lost engine"],
 )
-def test_what_an_update_had_to_do_without_is_said_once(
-    of_second_step: Metrics, begin: str, end: str, tmp_path: Path
-) -> None:
+def test_what_an_update_did_without_is_said_once(of_second_step: Metrics, begin: str, end: str, tmp_path: Path) -> None:
     class Policy(BanditPolicy):
         async def update(self, batch: Batch) -> Metrics:
             of_step = of_second_step if self.updates == 1 else dict.fromkeys(of_second_step, 0.0)

@@ -152,9 +152,7 @@ def train_on_the_gates_rows(run: Run) -> float:
 
 
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
-def test_positions_of_words_fail_where_the_mean_would_let_them_pass(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_positions_of_words_fail_beyond_the_mean(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warmup = {"max_steps": 1, "learning_rate": 3e-3, "lr_warmup_steps": 0}
     run = run_of(tmp_path, model={"tiny": {"family": family}}, rollout={"max_new_tokens": 12}, warmup=warmup)
     assert train_on_the_gates_rows(run) < 0.3
@@ -274,9 +272,7 @@ def test_the_doctor_reads_a_recipe_and_leaves_nothing(recipe: Path) -> None:
     assert [path.name for path in recipe.iterdir()] == ["small.yaml"]
 
 
-def test_the_doctor_says_what_is_broken_and_wants_something_to_look_at(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_says_what_is_broken_and_wants_prompts(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, errors = doctor("parity.prompts=0")
     said = "error: parity.prompts=0 leaves the parity gate without prompts; add parity.prompts=4"
     assert (code, errors.splitlines()[-1]) == (2, said)
@@ -361,9 +357,7 @@ def test_without_any_row_the_limit_is_named_where_it_was_the_reason(tmp_path: Pa
         search(tmp_path, lambda _: False, max_seconds=1000.0)
 
 
-def test_the_gate_draws_conversations_within_the_tokens_of_an_episode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gate_keeps_conversations_within_their_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, drawn = parity.sample_group, list[SampleGroup]()
     monkeypatch.setattr(parity, "sample_group", lambda *given: drawn.append(made(*given)) or drawn[-1])
     recipe = tmp_path / "recipe.yaml"

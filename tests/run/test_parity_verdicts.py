@@ -146,9 +146,7 @@ def test_a_fault_is_read_token_by_token() -> None:
         (0.01, float("nan"), (0, 0), "cannot tell"),
     ],
 )
-def test_a_factor_of_three_and_most_tokens_decide(
-    sound: float, faulty: float, votes: tuple[int, int], verdict: str
-) -> None:
+def test_a_factor_and_most_tokens_decide(sound: float, faulty: float, votes: tuple[int, int], verdict: str) -> None:
     fault = fault_of(sound, faulty, votes)
     assert (fault.ruled_out, fault.found) == (verdict == "ruled out", verdict == "found")
 
@@ -172,9 +170,7 @@ def test_k3_decides_where_few_tokens_differ() -> None:
         ("bfloat16", 0.045, 0.03, fault_of(0.045, 0.05), True),
     ],
 )
-def test_the_floor_follows_the_dtype(
-    dtype: str, images: float, text: float, fault: FaultMismatch, passed: bool
-) -> None:
+def test_the_floor_is_by_dtype(dtype: str, images: float, text: float, fault: FaultMismatch, passed: bool) -> None:
     result = with_faults(images, text, fault, dtype=dtype)
     assert result.passed is passed
     assert ("cannot tell: grey images" in summary_line(result)) is (passed and not fault.ruled_out)
@@ -306,9 +302,7 @@ def test_image_tokens_are_doubled_with_their_marks_where_positions_need_them(pac
 
 def test_the_missing_image_is_the_last_of_the_prompt_or_of_the_later_turns() -> None:
     of_prompt, later = changed("the last image missing"), changed("a later turn's image missing")
-    left = [
-        {i: "".join(image.key for image in each.images) for i, each in found.items()} for found in (of_prompt, later)
-    ]
+    left = [{i: "".join(x.key for x in each.images) for i, each in found.items()} for found in (of_prompt, later)]
     assert left == [{0: "", 2: "ac"}, {2: "ab"}]
     assert of_prompt[2].prompt.token_ids_L.tolist() == [4, BEGIN, *[PAD] * 6, END, BEGIN, END]
     assert later[2].samples[0].token_ids_T.tolist() == [1, 2, BEGIN, END, 5, 3]

@@ -124,7 +124,7 @@ class FailingOnFullDiskPolicy(FullDiskPolicy):
 
 
 @pytest.mark.parametrize(("policy", "newest"), [(FailingPolicy, 10), (FailingOnFullDiskPolicy, 0)])
-def test_a_run_that_fails_amid_a_save_says_that_and_leaves_whole_checkpoints(
+def test_a_failure_amid_a_save_leaves_whole_checkpoints(
     policy: type[BanditPolicy], newest: int, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainError, match="an update failed"):
@@ -147,9 +147,7 @@ class StuckPolicy(BanditPolicy):
 
 
 @pytest.mark.parametrize("error", [TrainError("an update failed"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
-def test_a_save_that_never_ends_does_not_hold_up_the_end(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_save_holds_up_no_end(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second signal is not waited for at all; what is left of the save is cleared away on resume."""
     monkeypatch.setattr(lifecycle, "ENDING_SECONDS", 0.5 if isinstance(error, TrainError) else 2 * PATIENCE_SECONDS)
     policy = StuckPolicy()
@@ -162,9 +160,7 @@ def test_a_save_that_never_ends_does_not_hold_up_the_end(
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_remains_that_another_thread_deletes_at_the_same_time_are_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remains_that_another_thread_deletes_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remains = tmp_path / "checkpoints" / ".step-0.partial"
     remains.mkdir(parents=True)
     unlink = os.unlink
@@ -208,9 +204,7 @@ class LargePolicy(BanditPolicy):
         (folder / "large").write_bytes(bytes(MIB))
 
 
-def test_a_save_that_will_not_fit_is_not_begun_and_the_run_goes_on_after_room_was_made(
-    small_disk: Path, tmp_path: Path
-) -> None:
+def test_a_save_that_will_not_fit_is_not_begun_and_room_lets_the_run_go_on(small_disk: Path, tmp_path: Path) -> None:
     train(run_with(LargePolicy(), tmp_path / "whole"))
     folder, ballast = small_disk / "run", small_disk / "ballast"
     ballast.write_bytes(bytes(2 * MIB + MIB // 2))
@@ -241,9 +235,7 @@ class Filling(BanditPolicy):
         return await super().update(batch)
 
 
-def test_a_disk_that_fills_up_between_saves_ends_the_run_which_goes_on_after_room_was_made(
-    small_disk: Path, tmp_path: Path
-) -> None:
+def test_a_disk_that_fills_up_between_saves_ends_the_run_until_room_is_made(small_disk: Path, tmp_path: Path) -> None:
     """The metrics of a step, or its samples, cannot be written; what was cut off is dropped by the resume."""
     train(bandit_run(tmp_path / "whole"))
     policy, folder = Filling(), small_disk / "run"
@@ -329,7 +321,7 @@ def test_a_resumed_run_has_the_micro_batches_of_one_that_was_not_stopped(tmp_pat
 
 
 @pytest.mark.parametrize(("policy", "left"), [(OneOfSeveral, SETTING / 2), (BesideEngine, SETTING)])
-def test_a_rank_that_ran_out_of_memory_leaves_a_size_for_the_next_attempt(
+def test_a_rank_without_memory_leaves_a_size_for_the_next(
     policy: type[OneOfSeveral], left: float, tmp_path: Path
 ) -> None:
     ran_out(tmp_path, policy)

@@ -64,10 +64,8 @@ def test_later_checkpoints_that_were_there_are_never_resumed(tmp_path: Path) -> 
     """The first attempt may have died before it could say that the folder holds a run, or put later ones aside."""
     for step in (10, 20):
         make_checkpoint(tmp_path, step)
-    new, named = (
-        restarts(tmp_path, max_restarts=2, resume=resume)
-        for resume in ("never", str(tmp_path / "checkpoints" / "step-10"))
-    )
+    resumed = ("never", str(tmp_path / "checkpoints" / "step-10"))
+    new, named = (restarts(tmp_path, max_restarts=2, resume=resume) for resume in resumed)
     for run in (new, named):
         run.count()
         assert "resume=auto" not in run.words()
@@ -126,9 +124,7 @@ def test_the_child_is_not_a_fovea_of_the_working_directory(tmp_path: Path, monke
     assert supervise(config, ["--help"]) == 0
 
 
-def test_the_end_of_torchrun_may_be_told_twice_and_elsewhere_a_second_signal_ends_the_run_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_torchrun_may_signal_twice_and_elsewhere_a_second_signal_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     now = [100.0]
     monkeypatch.setattr("fovea.run.signals.perf_counter", lambda: now[0])

@@ -126,9 +126,7 @@ print([os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALL
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, [None, "expandable_segments:False"]),
     ],
 )
-def test_segments_of_a_gpu_may_grow_unless_the_user_says_something_else(
-    given: dict[str, str], found: list[str | None]
-) -> None:
+def test_segments_of_a_gpu_grow_unless_the_user_says_otherwise(given: dict[str, str], found: list[str | None]) -> None:
     own = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
     assert run_program([sys.executable, "-c", EXPANDABLE], own | given).stdout.strip() == str(found)
 

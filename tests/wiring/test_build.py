@@ -56,9 +56,7 @@ from tests.wiring.small import SMALL, run_of
 @pytest.mark.parametrize(
     ("model", "cached"), [({}, False), ({"freeze_vision_tower": True}, True), ({"lora": {"rank": 2}}, True)]
 )
-def test_features_are_cached_exactly_when_the_tower_is_frozen(
-    model: dict[str, object], cached: bool, tmp_path: Path
-) -> None:
+def test_features_are_cached_where_the_tower_is_frozen(model: dict[str, object], cached: bool, tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"tiny": {}, **model}, **SMALL})
     environment = Shapes(config.environment, 0)  # type: ignore[arg-type]
     vlm = open_vlm(config, locate_model(config, tmp_path, lambda: environment), banned_ids=())
@@ -173,9 +171,7 @@ def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: P
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_kinds_and_where_metrics_go_are_looked_at_before_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kinds_and_trackers_are_looked_at_before_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing key of W&B should not cost the minutes that a large model takes to load."""
     opened = list[str]()
 
@@ -222,9 +218,7 @@ def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("critic", "rate"), [({}, 0.02), ({"trunk": "separate"}, 0.02), ({"learning_rate": 0.5}, 0.5)])
-def test_the_critics_rate_follows_the_policys_unless_it_is_set(
-    critic: dict[str, object], rate: float, tmp_path: Path
-) -> None:
+def test_a_critics_rate_follows_the_policys_unless_set(critic: dict[str, object], rate: float, tmp_path: Path) -> None:
     """1e-5 beside 5e-7, at any scale (decision 009)."""
     train = {"learning_rate": 1e-3, "lr_warmup_steps": 0}
     run = run_of(tmp_path, algorithm={"name": "ppo", "advantage": {"critic": critic}}, train=train)
@@ -313,9 +307,7 @@ def test_servers_want_one_leader(backend: str, advice: str) -> None:
     ("python", "there"),
     [("env/bin/python", "{here}/env/bin/python"), ("python", "python"), ("~/bin/py", "{home}/bin/py")],
 )
-def test_workers_on_ray_get_an_interpreter_that_they_find(
-    python: str, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_on_ray_find_python(python: str, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have another working directory; where the link to an interpreter leads is not an environment."""
     monkeypatch.chdir(tmp_path)
     Path("env/bin").mkdir(parents=True)

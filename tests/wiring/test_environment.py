@@ -137,9 +137,8 @@ def test_shares_of_a_part_that_became_larger_are_said_with_their_numbers(tmp_pat
     with closing(graded.grading):
         said = list(remarks_on_shares(config, graded))
     numbers = "of 60 rows holds out 20 and leaves 20 to train on"
-    expected = [
-        f"environment.parts.files.environment.{share} {numbers}" for share in ("test_share=0.2", "dev_share=0.05")
-    ]
+    shares = ("test_share=0.2", "dev_share=0.05")
+    expected = [f"environment.parts.files.environment.{share} {numbers}" for share in shares]
     assert [line.partition(", since")[0] for line in said] == expected
 
 
@@ -184,9 +183,7 @@ def test_a_reward_that_cannot_score_the_gold_answer_is_an_error_or_a_remark(tmp_
         (said,) = remarks(tmp_path, code, rows_after(), f"reward_on_failure={policy}")
         assert said.startswith("your reward gives the gold answer no score: train/0: ")
     # no row can be used
-    (said,) = remarks(
-        tmp_path, OPENS, [row("How many?", answer) for answer in ("", None, None)], "data.on_bad_row=skip"
-    )
+    (said,) = remarks(tmp_path, OPENS, [row("?", answer) for answer in ("", None, None)], "data.on_bad_row=skip")
     assert "was not tried" in said
 
 
@@ -301,7 +298,5 @@ def test_a_template_without_pictures_of_tools_is_named_at_the_start(tmp_path: Pa
     file.write_text(written.replace(f"{shown} -%}}", f"{shown} and message.role != 'tool' -%}}"))
     assert file.read_text() != written
     settings = {"environment": {**SCENES, "tools": ["zoom"], "max_tool_turns": 1}, "model": {"path": str(folder)}}
-    with pytest.raises(
-        ModelError, match=r"environment.tools: zoom return pictures, which the chat template of .*model"
-    ):
+    with pytest.raises(ModelError, match=r"environment.tools: zoom return pictures, which the chat template of .*"):
         run_of(tmp_path / "run", **settings)

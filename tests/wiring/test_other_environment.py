@@ -42,7 +42,7 @@ def interpreter(folder: Path, script: str) -> Path:
     return path
 
 
-def test_it_imports_nothing_of_the_trainers_environment_or_working_directory(
+def test_it_imports_nothing_of_the_trainers_environment_or_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, here = tmp_path / "theirs", tmp_path / "here"
