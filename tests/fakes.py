@@ -227,6 +227,13 @@ def staged_run(folder: Path, *, resume: bool = False, **settings: object) -> Run
     return replace(run, stream=replace(run.stream, grading=Grading(graders=tuple(map(StageGrader, range(3))))))
 
 
+def printed_in(run: Run) -> list[str]:
+    """The lines that a run prints from now on."""
+    lines: list[str] = []
+    run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    return lines
+
+
 def run_with(policy: BanditPolicy, folder: Path, *, resume: bool = False, **settings: object) -> Run:
     run = bandit_run(folder, resume=resume, **settings)
     run.policy.__class__ = type(policy)

@@ -28,7 +28,7 @@ from fovea.types import Batch, Group, Metrics
 from fovea_gym.errors import DataError
 from fovea_gym.types import AnswerEnd, Score
 from fovea_gym.utils.event_loop import wait_for
-from tests.fakes import BanditPolicy, bandit_run, run_with
+from tests.fakes import BanditPolicy, bandit_run, printed_in, run_with
 from tests.runs import untimed
 
 
@@ -65,11 +65,10 @@ def test_a_bandit_learns(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 30
 
 
-def test_the_time_limit_of_all_attempts_is_named_as_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_of_all_attempts_is_named_as_set(tmp_path: Path) -> None:
     """As a supervisor starts it after an hour; the setting was replaced by what was left of it."""
     run = replace(bandit_run(tmp_path, max_hours=1.0), spent_seconds=3600.0)
-    said: list[str] = []
-    monkeypatch.setattr(run.progress, "print", said.append)
+    said = printed_in(run)
     with pytest.raises(SystemExit) as ended:
         train(run)
     assert ended.value.code == 0

@@ -19,7 +19,6 @@ from fovea.evaluation.controls import Searched, SharedImages
 from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.metrics.progress import Progress
 from fovea.report.samples import sample_steps
 from fovea.report.viewed_run import ViewedRun
 from fovea.run.checkpoint import MANIFEST, Checkpoints, RetainedCheckpoints, SavedCheckpoint, damage, write_manifest
@@ -31,7 +30,7 @@ from fovea.wiring.run import build
 from fovea_gym.errors import ConfigError, DataError
 from gym_tests.environments.files import files, row
 from gym_tests.tables import table
-from tests.fakes import BanditPolicy, bandit_run
+from tests.fakes import BanditPolicy, bandit_run, printed_in
 from tests.runs import untimed
 from tests.saved import saved_bytes
 
@@ -190,10 +189,10 @@ def test_the_last_checkpoint_before_updates_fail_is_kept(tmp_path: Path, monkeyp
         metrics = await update(self, batch)
         return metrics | {"updates_skipped": float(self.updates >= 16)}
 
-    said: list[str] = []
     monkeypatch.setattr(BanditPolicy, "update", failing_from_16_on)
-    monkeypatch.setattr(Progress, "print", lambda _, text: said.append(str(text)))
-    train(bandit_run(tmp_path, checkpoint={"every_steps": 3}))
+    run = bandit_run(tmp_path, checkpoint={"every_steps": 3})
+    said = printed_in(run)
+    train(run)
     assert saved_steps(tmp_path) == [15, 27, 30]
     assert f"the checkpoint before it, {tmp_path / 'checkpoints' / 'step-15'}, is kept" in "".join(said)
 
@@ -301,8 +300,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     else:
         (spoiled / "state.json").write_text(content)
     resumed = bandit_run(broken, resume=True)
-    said: list[str] = []
-    resumed.progress.print = lambda line: said.append(str(line))  # type: ignore[method-assign]
+    said = printed_in(resumed)
     train(resumed)
     assert said[0] == f"{spoiled} is damaged: it is skipped, and kept as step-20.damaged"
     assert said[0] in capsys.readouterr().err, "said also where log.progress=false"

@@ -27,7 +27,7 @@ from fovea.train.ranks import ALONE
 from fovea.train.torch.checkpoint import StagedShards
 from fovea.types import Batch, Metrics
 from fovea_gym.utils.event_loop import wait_for
-from tests.fakes import BanditPolicy, bandit_run, run_with
+from tests.fakes import BanditPolicy, bandit_run, printed_in, run_with
 from tests.runs import arguments, fovea, run_program, untimed
 
 LAST = 30
@@ -156,8 +156,7 @@ def test_an_endless_save_holds_up_no_end(error: BaseException, tmp_path: Path, m
     with pytest.raises(type(error)):
         train(run_with(policy, tmp_path))
     assert perf_counter() - start < PATIENCE_SECONDS
-    assert Checkpoints(tmp_path, keep=2).resume() is None
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert (Checkpoints(tmp_path, keep=2).resume(), list((tmp_path / "checkpoints").iterdir())) == (None, [])
 
 
 def test_remains_that_another_thread_deletes_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,8 +348,7 @@ def test_a_resume_prints_what_changes_after_memory_ran_out(
 ) -> None:
     ran_out(tmp_path, policy)
     resumed = run_with(policy(), tmp_path, resume=True, train=TRAIN, rollout={"engine": {"name": engine}})
-    lines: list[str] = []
-    resumed.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    lines = printed_in(resumed)
     wait_for(begin(resumed))
     found = [line for line in lines if line.endswith("before this resume") or "tokens at most" in line]
     assert [line.startswith(start) for line, start in zip(found, printed, strict=True)] == [True] * len(printed)
