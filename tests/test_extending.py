@@ -410,12 +410,7 @@ NO_METHOD = "which does not fit; .* method "
     ("group", "setting", "code", "message"),
     [
         ("losses", "algorithm.loss", "import no_such\n", "it raised ModuleNotFoundError: No module named 'no_such"),
-        (
-            "losses",
-            "algorithm.loss",
-            "Part = 1\n",
-            "as 1, which does not fit; register a class that derives from fovea",
-        ),
+        ("losses", "algorithm.loss", "Part = 1\n", "as 1, which does not fit; register a class that derives from fo"),
         ("losses", "algorithm.loss", part_of("algorithm.LossSettings", "name: str = ''"), WITH_LINE),
         ("losses", "algorithm.loss", part_of("algorithm.LossSettings"), rf"{NO_METHOD}policy_loss \("),
         ("engines", "rollout.engine", part_of("backends.StreamedEngine"), rf"{NO_METHOD}make \("),

@@ -7,8 +7,9 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Event, Thread
@@ -145,81 +146,78 @@ async def start(handle: RemoteWorker, method: str, *arguments: object) -> Any:
     return await handle.start(Call(method=method, arguments=arguments))
 
 
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on the event loop of this process."""
+
+    @wraps(test)
+    def run(**fixtures: Any) -> None:
+        wait_for(test(**fixtures))
+
+    return run
+
+
 def engine_of(remote: Remote) -> WorkersEngine:
     """A local engine and the remote one."""
     return WorkersEngine(workers(LocalHandle(worker("local")), remote.handle), "test")
 
 
-def test_requests_of_one_turn_arrive_together(remote: Remote) -> None:
+@in_loop
+async def test_requests_of_one_turn_arrive_together(remote: Remote) -> None:
     engine = engine_of(remote)
-
-    async def run() -> list[Sequence[Completion]]:
-        return await asyncio.gather(*(engine.generate(request(f"r{index}")) for index in range(6)))
-
-    groups = wait_for(run())
+    groups = await asyncio.gather(*(engine.generate(request(f"r{index}")) for index in range(6)))
     assert [each.id for group in groups for each in group] == [f"r{i}/{j}" for i in range(6) for j in range(2)]
     assert [group[0].text for group in groups] == ["local", "remote"] * 3
     assert cast(Any, remote.worker.engine).at_once == [3, 3, 3]
 
 
-def test_images_of_the_steps_of_a_warm_up_do_not_pile_up(remote: Remote) -> None:
+@in_loop
+async def test_images_of_the_steps_of_a_warm_up_do_not_pile_up(remote: Remote) -> None:
     policy = WorkersPolicy(Workers([remote.handle], []), cast(Any, None))
     for key in ("a", "b"):
-        found = wait_for(policy.sft([SftExample(prompt=prompt_with_image(key), answer_ids=(0,))]))
+        found = await policy.sft([SftExample(prompt=prompt_with_image(key), answer_ids=(0,))])
         assert (found, remote.handle._calls.packing.named) == ({"loss": 32.0}, {}), "it came with its pixels"
 
 
-def test_images_of_requests_are_forgotten_but_not_while_an_answer_may_name_one(remote: Remote) -> None:
+@in_loop
+async def test_images_of_requests_are_forgotten_but_not_while_an_answer_may_name_one(remote: Remote) -> None:
     engine = WorkersEngine(workers(remote.handle), "test")
     named = remote.handle._calls.packing.named
-
-    async def run() -> None:
-        await engine.generate(request("r", prompt=prompt_with_image("a")))
-        update = await start(remote.handle, "policy.update", "stuck")
-        engine.forget_images()
-        assert named.keys() == {"a"}
-        driver_is_gone.set()
-        await update
-        waiting = await start(remote.handle, "engine.generate", request("s"))
-        engine.forget_images()
-        assert not named, "a request that runs has its images"
-        await waiting
-
     driver_is_gone.clear()
-    wait_for(run())
+    await engine.generate(request("r", prompt=prompt_with_image("a")))
+    update = await start(remote.handle, "policy.update", "stuck")
+    engine.forget_images()
+    assert named.keys() == {"a"}
+    driver_is_gone.set()
+    await update
+    waiting = await start(remote.handle, "engine.generate", request("s"))
+    engine.forget_images()
+    assert not named, "a request that runs has its images"
+    await waiting
 
 
-def test_a_later_turn_goes_to_the_engine_that_keeps_the_turn_before(remote: Remote) -> None:
+@in_loop
+async def test_a_later_turn_goes_to_the_engine_that_keeps_the_turn_before(remote: Remote) -> None:
     engine = engine_of(remote)
-
-    async def run() -> list[str]:
-        first = await asyncio.gather(*(engine.generate(request(f"a{index}", keep=True)) for index in range(4)))
-        # only by load, both would go to the driver's own engine
-        later = [await engine.generate(request("b", 1, continues=group[1].id)) for group in (first[1], first[3])]
-        return [group[0].text for group in later]
-
-    assert wait_for(run()) == ["remote", "remote"]
+    first = await asyncio.gather(*(engine.generate(request(f"a{index}", keep=True)) for index in range(4)))
+    # only by load, both would go to the driver's own engine
+    later = [await engine.generate(request("b", 1, continues=group[1].id)) for group in (first[1], first[3])]
+    assert [group[0].text for group in later] == ["remote", "remote"]
 
 
-def test_an_engines_error_reaches_its_caller_and_the_worker_goes_on(remote: Remote) -> None:
-    async def run() -> str:
-        with pytest.raises(EngineError, match="a prompt without tokens"):
-            await result(remote.handle, "engine.generate", request("r", length=0))
-        return str((await result(remote.handle, "engine.generate", request("s")))[0].id)
-
-    assert wait_for(run()) == "s/0"
+@in_loop
+async def test_an_engines_error_reaches_its_caller_and_the_worker_goes_on(remote: Remote) -> None:
+    with pytest.raises(EngineError, match="a prompt without tokens"):
+        await result(remote.handle, "engine.generate", request("r", length=0))
+    assert (await result(remote.handle, "engine.generate", request("s")))[0].id == "s/0"
 
 
-def test_a_full_disk_is_told_as_such_and_the_worker_goes_on_until_the_run_is_ended(remote: Remote) -> None:
+@in_loop
+async def test_a_full_disk_is_told_as_such_and_the_worker_goes_on_until_the_run_is_ended(remote: Remote) -> None:
     """The driver may be in the middle of a step, which the others could not finish without this worker."""
-
-    async def run() -> object:
-        with pytest.raises(OSError, match="No space left on device") as caught:
-            await result(remote.handle, "policy.finish_save")
-        assert caught.value.errno == errno.ENOSPC
-        return await result(remote.handle, "policy.update", "")
-
-    assert wait_for(run()) == {"loss": 1.0}
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        await result(remote.handle, "policy.finish_save")
+    assert caught.value.errno == errno.ENOSPC
+    assert await result(remote.handle, "policy.update", "") == {"loss": 1.0}
 
 
 def test_a_collective_call_that_fails_is_told_and_ends_the_worker(remote: Remote) -> None:
@@ -229,18 +227,16 @@ def test_a_collective_call_that_fails_is_told_and_ends_the_worker(remote: Remote
     assert [type(error) for error in remote.errors] == [ValueError]
 
 
-def test_a_worker_that_has_ended_fails_the_calls_that_wait_by_its_rank(remote: Remote) -> None:
-    async def run() -> None:
-        waiting = await start(remote.handle, "engine.generate", request("r"))
-        bad = await start(remote.handle, "policy.update", "bad")
-        with pytest.raises(ClusterError, match="only on this rank"):
-            await bad
-        with pytest.raises(ClusterError, match="rank 1 has ended"):
-            await waiting
-        with pytest.raises(ClusterError, match="rank 1 has ended"):
-            await result(remote.handle, "engine.sleep")
-
-    wait_for(run())
+@in_loop
+async def test_a_worker_that_has_ended_fails_the_calls_that_wait_by_its_rank(remote: Remote) -> None:
+    waiting = await start(remote.handle, "engine.generate", request("r"))
+    bad = await start(remote.handle, "policy.update", "bad")
+    with pytest.raises(ClusterError, match="only on this rank"):
+        await bad
+    with pytest.raises(ClusterError, match="rank 1 has ended"):
+        await waiting
+    with pytest.raises(ClusterError, match="rank 1 has ended"):
+        await result(remote.handle, "engine.sleep")
 
 
 class DeafLine:
@@ -256,39 +252,32 @@ class DeafLine:
     def kill(self) -> None: ...
 
 
-def test_a_call_to_a_worker_that_has_ended_fails_although_it_could_be_sent() -> None:
-    async def run() -> None:
-        handle = RemoteWorker(DeafLine(), 1, 600.0)
-        await asyncio.sleep(0.1)
-        with pytest.raises(ClusterError, match=r"rank 1 has ended \(nobody is there\)"):
-            await result(handle, "engine.sleep")
-        await handle.close()
-
-    wait_for(run())
+@in_loop
+async def test_a_call_to_a_worker_that_has_ended_fails_although_it_could_be_sent() -> None:
+    handle = RemoteWorker(DeafLine(), 1, 600.0)
+    await asyncio.sleep(0.1)
+    with pytest.raises(ClusterError, match=r"rank 1 has ended \(nobody is there\)"):
+        await result(handle, "engine.sleep")
+    await handle.close()
 
 
-def test_an_answer_that_cannot_be_read_fails_the_calls_that_wait() -> None:
+@in_loop
+async def test_an_answer_that_cannot_be_read_fails_the_calls_that_wait() -> None:
     here, there = Pipe()
     handle = RemoteWorker(ConnectionLine(here), 1, 600.0)
-
-    async def run() -> None:
-        answer = await start(handle, "engine.sleep")
-        there.send_bytes(b"no pickle")
-        with pytest.raises(ClusterError, match="rank 1 has ended"):
-            await asyncio.wait_for(answer, LIMIT_SECONDS)
-        await handle.close()
-
-    wait_for(run())
+    answer = await start(handle, "engine.sleep")
+    there.send_bytes(b"no pickle")
+    with pytest.raises(ClusterError, match="rank 1 has ended"):
+        await asyncio.wait_for(answer, LIMIT_SECONDS)
+    await handle.close()
 
 
-def test_the_answer_to_a_cancelled_call_is_in_no_later_ones_way(remote: Remote) -> None:
-    async def run() -> str:
-        waiting = asyncio.ensure_future(await start(remote.handle, "engine.generate", request("r")))
-        waiting.cancel()
-        await asyncio.sleep(0.2)
-        return str((await result(remote.handle, "engine.generate", request("s")))[0].id)
-
-    assert wait_for(run()) == "s/0"
+@in_loop
+async def test_the_answer_to_a_cancelled_call_is_in_no_later_ones_way(remote: Remote) -> None:
+    waiting = asyncio.ensure_future(await start(remote.handle, "engine.generate", request("r")))
+    waiting.cancel()
+    await asyncio.sleep(0.2)
+    assert (await result(remote.handle, "engine.generate", request("s")))[0].id == "s/0"
 
 
 def test_requests_of_a_driver_that_hangs_up_are_dropped(remote: Remote) -> None:

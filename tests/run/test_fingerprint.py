@@ -100,10 +100,7 @@ SINCE = "have changed since its checkpoint:"
         (lambda folder: write_rows(folder / "train.jsonl", "01234567891"), "number of train rows was 10 and is 11"),
         (lambda folder: write_rows(folder / "test.jsonl", "9123456789"), r"test row 0"),
         (lambda folder: write_rows(folder / "train.jsonl", picture=1), r"train row 0 .*; and 7 more; restore them"),
-        (
-            put("own.py", "float(", "1 - float("),
-            rf"inputs of this run {SINCE} code of reward=.*own\.py:right was \d+ b",
-        ),
+        (put("own.py", "float(", "1 - float("), rf"inputs of this run {SINCE} code of reward=.*own\.py:right was \d"),
         # in a module that a module of the reward's imports, when it is called
         (put("helpers/rules.py", "1", "2"), r"reward=own\.py:right, its import helpers/rules\.py was \d+ bytes"),
         (flipped_weight, r"checkpoint: file of the model model\.safetensors was (\d+) bytes, .* and is \1 bytes, "),
