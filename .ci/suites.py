@@ -86,8 +86,7 @@ COVERS: dict[str, tuple[str, ...]] = {
         *("tests/warm*.py", "tests/cluster", "tests/processes", "tests/weights", "tests/rollout/fake_*.py"),
         *("tests/benchmarks/test_kills.py", "tests/environments/custom/test_processes.py"),
         *("tests/rollout/test_remote_engine.py", "tests/rollout/test_engine_process.py"),
-        *("tests/test_ended_runs.py", "tests/test_runs.py", "tests/test_supervised_runs.py"),
-        *("tests/test_session_runs.py", "gym/gym_tests/adapters/test_mcp.py"),
+        *("tests/test_ended_runs.py", "tests/test_runs.py", "gym/gym_tests/adapters/test_mcp.py"),
     ),
     "browser": (
         "fovea/view",

@@ -192,7 +192,7 @@ FAULTS = (
         file="fovea/wiring/model.py",
         before="(load_network if ranks.is_first else empty_network)(settings)",
         after="load_network(settings)",
-        tests="tests/wiring/test_loading.py",
+        tests="tests/wiring/test_model.py",
     ),
     Fault(
         name="a pydantic error loses its reason",

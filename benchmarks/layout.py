@@ -2,7 +2,7 @@
 
     python -m benchmarks.layout
 
-Import rules are taken from tests/test_imports.py, and the counted files from tests/test_sizes.py.
+Import rules are taken from tests/test_imports.py, and the counted files from tests/test_tests.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fovea.config.run import Config
 from fovea_gym.settings.base import Section, sections_of
 from tests.test_extending import BLOCKS
 from tests.test_imports import FLOORS, PACKAGES, ROOT, to_higher_rooms, to_later_packages
-from tests.test_sizes import FILES
+from tests.test_tests import FILES
 
 GOALS = {"fovea": (46_000, 290), "fovea_gym": (17_500, None), "fovea_tools": (7_000, None)}
 """Maximum number of lines and of files of each package."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -79,11 +80,8 @@ class BanditPolicy:
         return with_reference_logprobs(batch, self.reference_logprobs(batch)) if needs.reference_logprobs else batch
 
     def logprobs(self, batch: Batch) -> list[np.ndarray]:
-        return [
-            log_softmax(self.table[group.prompt.token_ids_L[0]])[sample.token_ids_T].astype(np.float32)
-            for group in batch.groups
-            for sample in group.samples
-        ]
+        rows = [(log_softmax(self.table[group.prompt.token_ids_L[0]]), group) for group in batch.groups]
+        return [row[sample.token_ids_T].astype(np.float32) for row, group in rows for sample in group.samples]
 
     def reference_logprobs(self, batch: Batch) -> list[np.ndarray]:
         return [np.full(1, -np.log(4), dtype=np.float32) for group in batch.groups for _ in group.samples]
@@ -125,15 +123,10 @@ class BanditEngine:
         drawn = np.random.default_rng(sampling.seed).choice(4, n, p=np.exp(logprobs))
         if sampling.temperature == 0:
             drawn = np.full(n, logprobs.argmax())
+        fields = [{"logprobs_T": logprobs[[token]].astype(np.float32), "text": ANSWERS[token]} for token in drawn]
         return [
-            completion_of(
-                [token],
-                id=f"{request.id}/{index}",
-                logprobs_T=logprobs[[token]].astype(np.float32),
-                text=ANSWERS[token],
-                version=self.version,
-            )
-            for index, token in enumerate(drawn)
+            completion_of([token], id=f"{request.id}/{index}", version=self.version, **more)
+            for index, (token, more) in enumerate(zip(drawn, fields, strict=True))
         ]
 
     name = "bandit"
@@ -180,40 +173,32 @@ def bandit_run(folder: Path, *, resume: bool = False, stages: Stages | None = No
     folder.mkdir(exist_ok=True)
 
     def source(split: str) -> PromptSource:
-        return PromptSource(
-            environment.tasks(split),
-            environment,
-            BanditRenderer(),
-            max_prompt_tokens=10,
-            on_bad_row="error",
-            cache_gib=0.0,
-        )
+        limits: Any = {"max_prompt_tokens": 10, "on_bad_row": "error", "cache_gib": 0.0}
+        return PromptSource(environment.tasks(split), environment, BanditRenderer(), **limits)
 
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
     resumed = checkpoints.resume() if resume else None
     train = source("train")
+    answers = EngineAnswers(engine, environment, graded(environment))
+    stream = TaskStream(
+        source=train,
+        order=Order(kinds_of(train.tasks), weights={}, seed=config.seed),
+        curriculum=CurriculumProgress(stages, config.curriculum),
+        environment=environment,
+        grading=graded(environment),
+    )
     return Run(
         config=config,
         folder=folder,
         environment=environment,
         sources=Sources(train=train, dev=source("dev"), test=source("test")),
-        stream=TaskStream(
-            source=train,
-            order=Order(kinds_of(train.tasks), weights={}, seed=config.seed),
-            curriculum=CurriculumProgress(stages, config.curriculum),
-            environment=environment,
-            grading=graded(environment),
-        ),
+        stream=stream,
         engine=engine,
         policy=policy,
         weight_sync=BanditSync(policy, engine),
         warmup=None,
         open_image=no_image,
-        evaluator=Evaluator(
-            EngineAnswers(engine, environment, graded(environment)),
-            greedy=Sampling(max_new_tokens=1, temperature=0.0),
-            batch_size=5,
-        ),
+        evaluator=Evaluator(answers, greedy=Sampling(max_new_tokens=1, temperature=0.0), batch_size=5),
         checkpoints=checkpoints,
         resumed=resumed,
         metrics=MetricsLog([JsonlSink(folder, resume_step=resumed.step if resumed else 0)]),
@@ -240,6 +225,13 @@ class StageGrader:
 def staged_run(folder: Path, *, resume: bool = False, **settings: object) -> Run:
     run = bandit_run(folder, resume=resume, stages=STAGES, **settings)
     return replace(run, stream=replace(run.stream, grading=Grading(graders=tuple(map(StageGrader, range(3))))))
+
+
+def printed_in(run: Run) -> list[str]:
+    """The lines that a run prints from now on."""
+    lines: list[str] = []
+    run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    return lines
 
 
 def run_with(policy: BanditPolicy, folder: Path, *, resume: bool = False, **settings: object) -> Run:

@@ -33,23 +33,15 @@ def completion_of(token_ids: Sequence[int] | np.ndarray, **fields: Any) -> Compl
 
 def sample_of(token_ids: Sequence[int] | np.ndarray, **fields: Any) -> Sample:
     """A sample of these tokens, all of them actions, with rollout log-probs of 0."""
-    given: dict[str, Any] = {
-        "mask_T": all_actions(len(token_ids)),
-        "rollout_logprobs_T": np.zeros(len(token_ids), dtype=np.float32),
-        "reward": 0.0,
-        "weight": 1.0,
-    }
+    given: dict[str, Any] = {"mask_T": all_actions(len(token_ids)), "reward": 0.0, "weight": 1.0}
+    given["rollout_logprobs_T"] = np.zeros(len(token_ids), dtype=np.float32)
     return Sample(token_ids_T=np.asarray(token_ids), **given | fields)
 
 
 def one_turn(task: Task, completion: Completion, score: Score) -> Episode:
     """An episode of one turn; the prompt is a token."""
-    turn = SampledTurn(
-        messages=(),
-        text=completion.text,
-        finish=completion.finish,
-        tokens=TurnTokens(observation=text_prompt([0]), completion=completion),
-    )
+    tokens = TurnTokens(observation=text_prompt([0]), completion=completion)
+    turn = SampledTurn(messages=(), text=completion.text, finish=completion.finish, tokens=tokens)
     return Episode(task=task, turns=(turn,), score=score)
 
 

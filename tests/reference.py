@@ -32,9 +32,7 @@ def model_inputs(parts: TinyParts, prompt: Prompt, completion: np.ndarray) -> di
     inputs = {"input_ids": ids}
     if prompt.images:
         pad = int(parts.processor.tokenizer.convert_tokens_to_ids(IMAGE_PAD))
-        inputs["pixel_values"] = torch.from_numpy(
-            np.concatenate([image.tensors["pixel_values"] for image in prompt.images])
-        )
+        inputs["pixel_values"] = torch.from_numpy(np.concatenate([x.tensors["pixel_values"] for x in prompt.images]))
         inputs["image_grid_thw"] = torch.tensor([image.tensors["image_grid_thw"].tolist() for image in prompt.images])
         inputs["mm_token_type_ids"] = (ids == pad).int()
     return inputs

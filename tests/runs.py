@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from pathlib import Path
 
@@ -49,6 +49,14 @@ def command(*arguments: str, python: str = sys.executable) -> list[str]:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run_program(
+    words: Sequence[str | Path], env: Mapping[str, str] | None = None, *, seconds: float = 240, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """A program in a separate process to its end, with what it prints."""
+    given = environment() if env is None else env
+    return subprocess.run(words, cwd=cwd, env=given, capture_output=True, text=True, timeout=seconds, check=False)
 
 
 def fovea(*arguments: str) -> subprocess.CompletedProcess[str]:

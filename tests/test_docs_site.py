@@ -6,7 +6,6 @@ import html
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ from fovea.config.describe import describe
 from fovea.metrics.names import METRICS
 from fovea_tools.importer.elsewhere import systems
 from tests.chromium import open_browser
+from tests.runs import ROOT, run_program
 
-ROOT = Path(__file__).parent.parent
 LOADS = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(https?:)?//|<link\b[^>]*\bhref=\"?(https?:)?//|url\(['\"]?https?:"
 )
@@ -34,20 +33,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with warnings as errors: links, anchors, pages that no menu has."""
     folder = tmp_path_factory.mktemp("docs") / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    done = run_program(command, {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0, done.stderr
     return folder
 
 
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder)))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(folder)))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -59,10 +52,8 @@ def served(folder: Path) -> Iterator[str]:
 @pytest.mark.slow
 def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site: Path) -> None:
     pages = {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
-    written = {
-        path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")
-    }
-    assert written <= set(pages)
+    written = [path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")]
+    assert {path.as_posix() for path in written} <= set(pages)
     assert all(f"<code>{html.escape(each.name)}</code>" in pages["reference/metrics.html"] for each in METRICS)
     for name, system in systems().items():
         settings = pages[f"reference/from-{name}.html"]

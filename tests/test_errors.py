@@ -29,11 +29,8 @@ from fovea_gym.errors import (
 )
 from gym_tests.tables import table
 
-MORE_ARGUMENTS: dict[type[FoveaError], tuple[object, ...]] = {
-    BadRowError: ("image_damaged",),
-    MicrobatchMemoryError: (512,),
-    FailedEpisodeError: ("reply", -1.0),
-}
+MORE_ARGUMENTS: dict[type[FoveaError], tuple[object, ...]] = {MicrobatchMemoryError: (512,)}
+MORE_ARGUMENTS |= {BadRowError: ("image_damaged",), FailedEpisodeError: ("reply", -1.0)}
 """Arguments behind the message, of the errors that take some."""
 PACKAGE = Path(fovea.__file__).parent
 
@@ -53,15 +50,12 @@ def all_errors() -> list[type[FoveaError]]:
 
 
 @table("kind", all_errors())
-def test_an_error_survives_a_process_border(kind: type[FoveaError]) -> None:
+def test_an_error_and_its_fix_survive_a_process_border(kind: type[FoveaError]) -> None:
     first = [ConfigError("the message")] if kind is SeveralErrors else "the message"
     error = kind(first, *MORE_ARGUMENTS.get(kind, ()))
     arrived = pickle.loads(pickle.dumps(error))
     assert type(arrived) is kind
     assert (str(arrived), repr(vars(arrived))) == ("the message", repr(vars(error)))
-
-
-def test_a_bad_row_crosses_a_process_border_with_its_fix() -> None:
     arrived = pickle.loads(pickle.dumps(BadRowError("row 3: half; an image", "image_damaged", "copy it again")))
     assert str(arrived) == "row 3: half; an image; copy it again"
     assert (arrived.problem, arrived.reason, arrived.fix) == ("row 3: half; an image", "image_damaged", "copy it again")
@@ -85,13 +79,8 @@ def test_no_text_of_the_gym_names_a_setting_of_a_run() -> None:
     sections = Config.model_fields.keys() - ARGUMENTS_OF_THE_GYM
     of_a_run = re.compile(rf"(?<![\w.])(?:(?:{'|'.join(sections)})\.(?!md\b)[a-z_]+|(?:{'|'.join(sections)})=(?![=']))")
     package = Path(fovea_gym.__file__).parent
-    found = [
-        f"{file.relative_to(package)}:{line}: {text}"
-        for file in sorted(package.rglob("*.py"))
-        for line, text in texts_of(file)
-        if of_a_run.search(text)
-    ]
-    assert found == []
+    texts = [(file.relative_to(package), *each) for file in package.rglob("*.py") for each in texts_of(file)]
+    assert [each for each in texts if of_a_run.search(each[2])] == []
 
 
 class Section(BaseModel):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -36,10 +36,10 @@ from fovea_tools.families.tiny import save_tiny_kind
 from tests.hub_models import TOLERANCE, Loaded, assert_inputs_equal, needs_image_processors
 from tests.policies import batch_of, make_policy, update_gradients
 from tests.reference import largest_relative_difference
+from tests.runs import ROOT, run_program
 from tests.saved import make_checkpoint
 from tests.tiny_models import CORPUS, tiny
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
 BLOCKS = {
     name: code
@@ -64,11 +64,10 @@ def install(folder: Path, project: dict[str, Any], files: dict[str, str]) -> Non
     metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
-    groups = [
-        f"[{group}]\n" + "".join(f"{part} = {value}\n" for part, value in parts.items())
-        for group, parts in project["entry-points"].items()
-    ]
-    (metadata / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
+    points = configparser.ConfigParser(delimiters="=")
+    points.read_dict(project["entry-points"])
+    with (metadata / "entry_points.txt").open("w", encoding="utf-8") as file:
+        points.write(file)
 
 
 def forget(package: str) -> None:
@@ -127,14 +126,12 @@ def test_a_run_of_a_loss_an_engine_an_environment_and_a_tracker(plus: Path) -> N
     config = settings("run_dir=run", "algorithm.minibatches=2", "train.backend.logits_mib=0.005")
     train(build(config))
     rows = read_metrics(Path("run"))
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["grad_norm"] > 0 for row in rows)
+    assert [(row["step"], row["grad_norm"] > 0) for row in rows] == [(1, True), (2, True)]
     check_parity("slow")
     first, *steps = map(json.loads, Path("lines.jsonl").read_text().splitlines())
     assert first["seed"] == config.seed
-    assert [(line["run"], line["step"], line["reward"]) for line in steps] == [
-        (first["run"], row["step"], row["reward"]) for row in rows
-    ]
+    expected = [(first["run"], row["step"], row["reward"]) for row in rows]
+    assert [(line["run"], line["step"], line["reward"]) for line in steps] == expected
     assert load_config([Path("run/config.yaml")], []) == config
 
 
@@ -158,8 +155,8 @@ def test_a_loss_that_couples_tokens_has_the_gradients_of_whole_rows_in_chunks(pl
 
 
 def test_an_engine_refuses_settings_of_its_own(plus: Path) -> None:
-    seen = refusal("rollout.top_p=0.9")
-    assert seen.startswith("plus.yaml and command line: rollout.engine=slow draws from all tokens")
+    refused = "plus.yaml and command line: rollout.engine=slow draws from all tokens"
+    assert refusal("rollout.top_p=0.9").startswith(refused)
     assert settings("rollout.temperature=5").rollout.temperature == 5, "and none of vLLM's"
 
 
@@ -172,9 +169,7 @@ def python_with(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("parts", [[], ["environment={name: mixture, parts: {greys: {environment: grey}}}"]])
-def test_an_engine_runs_in_an_environment_that_has_only_its_own_package(
-    parts: list[str], plus: Path, tmp_path: Path
-) -> None:
+def test_an_engine_runs_in_an_environment_with_only_its_package(parts: list[str], plus: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     points = {"fovea.engines": PROJECT["project"]["entry-points"]["fovea.engines"]}
     code = {"fovea_plus/slow_engine.py": BLOCKS["fovea_plus/slow_engine.py"]}
@@ -211,27 +206,29 @@ def test_help_lists_the_settings_of_a_package(plus: Path) -> None:
     assert "\n  step: 5\n" in dump_config(load_config([Path("plus.yaml")], []))
 
 
+LISTS_PARTS = """
+import sys
+from fovea.cli.main import app
+from fovea.config.describe import describe
+from fovea.config.loading import load_config
+from fovea_gym.errors import ConfigError
+from typer.testing import CliRunner
+
+print(describe("algorithm.loss.name")[0].type, describe("log.tracker")[0].type)
+print(CliRunner().invoke(app, ["--help"]).stdout)
+load_config([], ["model.tiny={}"])
+try:
+    load_config([], ["model.tiny={}", "rollout.engine=slwo"])
+except ConfigError as error:
+    print(error)
+assert not [name for name in sys.modules if name.startswith(("fovea_plus", "torch"))]
+load_config([], ["model.tiny={}", "rollout.engine=slow"])
+assert [name for name in sys.modules if name.startswith("fovea_plus.")] == ["fovea_plus.slow_engine"]
+"""
+
+
 def test_nothing_is_imported_before_a_setting_names_it(plus: Path) -> None:
-    script = (
-        "import sys\n"
-        "from fovea.cli.main import app\n"
-        "from fovea.config.describe import describe\n"
-        "from fovea.config.loading import load_config\n"
-        "from fovea_gym.errors import ConfigError\n"
-        "from typer.testing import CliRunner\n"
-        "print(describe('algorithm.loss.name')[0].type, describe('log.tracker')[0].type)\n"
-        "print(CliRunner().invoke(app, ['--help']).stdout)\n"
-        "load_config([], ['model.tiny={}'])\n"
-        "try:\n"
-        "    load_config([], ['model.tiny={}', 'rollout.engine=slwo'])\n"
-        "except ConfigError as error:\n"
-        "    print(error)\n"
-        "assert not [name for name in sys.modules if name.startswith(('fovea_plus', 'torch'))]\n"
-        "load_config([], ['model.tiny={}', 'rollout.engine=slow'])\n"
-        "assert [name for name in sys.modules if name.startswith('fovea_plus.')] == ['fovea_plus.slow_engine']\n"
-    )
-    path = {"PYTHONPATH": f"{ROOT}:{plus}"}
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=path, check=False)
+    ran = run_program([sys.executable, "-c", LISTS_PARTS], {"PYTHONPATH": f"{ROOT}:{plus}"}, cwd=Path.cwd())
     assert ran.returncode == 0, ran.stderr
     assert "clip | gspo | cispo | sapo | gmpo lines\n" in ran.stdout
     assert re.search(r"steps +A command of the package fovea-plus\.", ran.stdout)
@@ -239,16 +236,14 @@ def test_nothing_is_imported_before_a_setting_names_it(plus: Path) -> None:
     assert f'rollout.engine.name: "slwo" does not fit; allowed: {allowed}' in ran.stdout
 
 
+MIXTURE = {"name": "mixture", "parts": {"a": {"environment": {"name": "part"}}}}
+
+
 @pytest.mark.parametrize(
     ("group", "key", "section", "instead"),
     [
         ("environments", "environment", {"environment": "part"}, "shapes"),
-        (
-            "environments",
-            "environment.parts.a.environment",
-            {"environment": {"name": "mixture", "parts": {"a": {"environment": {"name": "part"}}}}},
-            "shapes",
-        ),
+        ("environments", "environment.parts.a.environment", {"environment": MIXTURE}, "shapes"),
         ("losses", "algorithm.loss", {"algorithm": {"loss": "part"}}, "clip"),
         ("engines", "rollout.engine", {"rollout": {"engine": {"name": "part"}}}, "embedded"),
         ("trackers", "log.tracker", {"log": {"tracker": {"name": "part"}}}, "null"),
@@ -324,12 +319,8 @@ def test_a_name_of_ours_is_refused(group: str, name: str, setting: str, site: Pa
 
 
 def test_a_package_that_was_imported_takes_no_name_of_ours(site: Path) -> None:
-    code = (
-        "from typing import Literal\nfrom fovea.config.algorithm import SapoLoss\n"
-        "class Part(SapoLoss):\n"
-        "    name: Literal['clip'] = 'clip'\n    extra: int = 1\n    def policy_loss(self): ...\n"
-    )
-    other(site, "fovea.losses", "clip", code)
+    settings_of_ours = "name: Literal['clip'] = 'clip'\n    extra: int = 1\n    def policy_loss(self): ..."
+    other(site, "fovea.losses", "clip", part_of("algorithm.SapoLoss", settings_of_ours))
     importlib.import_module("other")
     assert describe("algorithm.loss.name")[0].type == "clip | gspo | cispo | sapo"
     assert not [setting for setting in describe("algorithm.loss") if setting.key == "algorithm.loss.extra"]
@@ -411,30 +402,16 @@ def part_of(base: str, name: str = "name: Literal['part'] = 'part'") -> str:
     return f"{imports}class Part({cls}):\n    {name}\n"
 
 
+WITH_LINE = r"with the line `name: Literal\['part'\] = 'part'`"
 NO_METHOD = "which does not fit; .* method "
 
 
 @pytest.mark.parametrize(
     ("group", "setting", "code", "message"),
     [
-        (
-            "losses",
-            "algorithm.loss",
-            "import no_such\n",
-            "imported: it raised ModuleNotFoundError: No module named 'no_such",
-        ),
-        (
-            "losses",
-            "algorithm.loss",
-            "Part = 1\n",
-            "as 1, which does not fit; register a class that derives from fovea.config",
-        ),
-        (
-            "losses",
-            "algorithm.loss",
-            part_of("algorithm.LossSettings", "name: str = ''"),
-            "with the line `name: Literal\\['part'\\] = 'part'`",
-        ),
+        ("losses", "algorithm.loss", "import no_such\n", "it raised ModuleNotFoundError: No module named 'no_such"),
+        ("losses", "algorithm.loss", "Part = 1\n", "as 1, which does not fit; register a class that derives from fo"),
+        ("losses", "algorithm.loss", part_of("algorithm.LossSettings", "name: str = ''"), WITH_LINE),
         ("losses", "algorithm.loss", part_of("algorithm.LossSettings"), rf"{NO_METHOD}policy_loss \("),
         ("engines", "rollout.engine", part_of("backends.StreamedEngine"), rf"{NO_METHOD}make \("),
         ("environments", "environment", part_of("splits.EnvironmentSettings"), rf"{NO_METHOD}make \("),
@@ -486,9 +463,8 @@ def test_a_command_of_our_name_is_refused(site: Path) -> None:
 
 
 def test_a_class_in_a_file_needs_no_package(site: Path) -> None:
-    Path("mine.py").write_text(
-        BLOCKS["fovea_plus/grey.py"].replace("step: int", "settings: dict").replace("= step", '= settings["step"]')
-    )
+    code = BLOCKS["fovea_plus/grey.py"].replace("step: int", "settings: dict").replace("= step", '= settings["step"]')
+    Path("mine.py").write_text(code)
     own = ["environment=mine.py:DarkOrLight", "environment.settings.step=40"]
     graded = build(load_config([], ["model.tiny={}", "run_dir=run", *SMALL[2:], *own, "max_steps=1"]))
     assert len(graded.sources.train.tasks) == 7

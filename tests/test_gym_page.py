@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from fovea_gym.making import make
 from fovea_gym.settings.environments import Geo3kEnvironment
 from fovea_gym.trainers import as_easyr1, as_trl, as_verl, to_dataset
 from fovea_gym.types import Task, Turn
+from gym_tests.tables import table
+from tests.runs import ROOT, run_program
 from tests.tiny_models import tiny
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "gym.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
@@ -46,20 +46,10 @@ def names(tmp_path: Path) -> dict[str, Any]:
     tokenizer = parts.processor.tokenizer
     tokenizer.padding_side = "left"
     special = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
-    args = GRPOConfig(
-        output_dir=str(tmp_path / "trl"),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=4,
-        generation_kwargs={"suppress_tokens": special},
-        max_steps=1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "max_steps": 1}
+    quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    sampling = {"generation_kwargs": {"suppress_tokens": special}}
+    args = GRPOConfig(output_dir=str(tmp_path / "trl"), use_cpu=True, bf16=False, **sizes, **sampling, **quiet)
     processor = ImageProcessor(parts.processor.image_processor, tokenizer, parts.processor.chat_template)
     return {"model": parts.network, "processor": processor, "args": args}
 
@@ -89,11 +79,9 @@ def test_trl_scores_the_completions_of_each_row_by_its_own_task() -> None:
 
 def test_trl_reads_the_last_message_of_a_completion() -> None:
     reward = as_trl("vqa")
-    chat = [
-        [{"role": "assistant", "content": "no"}, {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}]
-    ]
-    assert reward(completions=chat, answer=["yes"], prompts=[[]], completion_ids=[[1]], trainer_state=None) == [1.0]
-    assert reward.__name__ == "vqa"
+    said = [{"role": "assistant", "content": content} for content in ("no", [{"type": "text", "text": "yes"}])]
+    scored = reward(completions=[said], answer=["yes"], prompts=[[]], completion_ids=[[1]], trainer_state=None)
+    assert (scored, reward.__name__) == ([1.0], "vqa")
 
 
 GEO3K = Geo3kGrader(Geo3kEnvironment(train_files=("none.parquet",), test_share=0.1, format_weight=0.25))
@@ -140,15 +128,24 @@ def test_verl_finds_the_row_of_an_environment() -> None:
         as_verl(environment)("s", "Left", "Left", None)
 
 
-def test_what_a_trainer_cannot_give_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="EasyR1"):
-        as_easyr1(make("shapes"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="caption"):
-        as_trl("caption")
-    with pytest.raises(DataError, match="answer_key"):
-        as_trl("geo3k")(completions=["3"], solution=["3"])
-    with pytest.raises(DataError, match="missing"):
-        as_verl("geo3k")("s", "3", None)
+@table(
+    ("call", "error", "said"),
+    [
+        (lambda: as_easyr1(make("shapes")), ConfigError, "EasyR1"),  # type: ignore[arg-type]
+        (lambda: as_trl("caption"), ConfigError, "caption"),
+        (lambda: as_trl("geo3k")(completions=["3"], solution=["3"]), DataError, "answer_key"),
+        (lambda: as_verl("geo3k")("s", "3", None), DataError, "missing"),
+        (lambda: as_trl("geo3"), ConfigError, r"^there is no grader geo3; did you mean geo3k\?$"),  # type: ignore[arg-type]
+        (
+            lambda: to_dataset(make("shapes", train_size=2), form="ver"),  # type: ignore[arg-type]
+            ConfigError,
+            r"^form=ver is not a form of prompts; did you mean verl\?$",
+        ),
+    ],
+)
+def test_what_a_trainer_cannot_give_is_an_error(call: Callable[[], object], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        call()
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -174,9 +171,7 @@ def test_a_page_escapes_cuts_and_counts_what_rows_hold(folder: Path, capsys: pyt
     words = ["show", "geo3k", "train_files=[rows.jsonl]", "test_files=[rows.jsonl]", "dev_share=0", "--rows", "9999"]
     assert main(words) == 0
     page = (folder / capsys.readouterr().out.strip()).read_text(encoding="utf-8")
-    assert "<script" not in page
-    assert "<b>" not in page
-    assert "\u202e" not in page
+    assert not any(part in page for part in ("<script", "<b>", "\u202e"))
     assert len(page) < 10_000
     assert "nowhere.png" in page, "the reason that a row is not shown"
     assert page.count("<article>") == 2
@@ -195,11 +190,8 @@ def test_a_page_escapes_cuts_and_counts_what_rows_hold(folder: Path, capsys: pyt
         (["grade", "geo3k", "none.jsonl"], "none.jsonl"),
     ],
 )
-def test_an_error_is_one_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "clocks.py").touch()
+def test_an_error_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    (folder / "clocks.py").touch()
     assert main(words) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -211,24 +203,14 @@ class Sync:
         return 1.0
 
 
-@pytest.mark.parametrize("adapter", [as_trl, as_verl, as_easyr1])
-@pytest.mark.parametrize(
+@table("adapter", [as_trl, as_verl, as_easyr1])
+@table(
     ("given", "problem"),
     [(7, "an object of type int"), (Sync(), "an object of type Sync"), (Sync, "the class Sync"), (print, "an object")],
 )
 def test_an_adapter_refuses_what_is_not_a_grader(adapter: Any, given: object, problem: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{problem}.* is not a grader; give the name of one, such as geo3k, .*$"):
         adapter(given)
-
-
-def test_an_adapter_proposes_a_near_grader() -> None:
-    with pytest.raises(ConfigError, match=r"^there is no grader geo3; did you mean geo3k\?$"):
-        as_trl("geo3")  # type: ignore[arg-type]
-
-
-def test_a_form_of_prompts_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^form=ver is not a form of prompts; did you mean verl\?$"):
-        to_dataset(make("shapes", train_size=2), form="ver")  # type: ignore[arg-type]
 
 
 STARTED = """
@@ -244,12 +226,6 @@ print(code, *(name for name in heavy if name in sys.modules), file=sys.stderr)
 @pytest.mark.parametrize(("words", "heavy"), [("grade geo3k answers.jsonl", []), ("show shapes", ["numpy"])])
 def test_a_command_starts_without_what_it_does_not_need(words: str, heavy: list[str], folder: Path) -> None:
     (folder / "answers.jsonl").write_text(json.dumps({"prediction": r"\boxed{3}", "truth": "3"}) + "\n")
-    done = subprocess.run(
-        [sys.executable, "-c", STARTED, *words.split()],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": ":".join(sys.path)},
-        timeout=120,
-    )
+    path = {"PYTHONPATH": ":".join(sys.path)}
+    done = run_program([sys.executable, "-c", STARTED, *words.split()], path, cwd=folder)
     assert done.stderr.splitlines()[-1].split() == ["0", *heavy]

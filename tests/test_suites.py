@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.runs import ROOT, run_program
+
 SUITES = SimpleNamespace(**runpy.run_path(str(ROOT / ".ci/suites.py")))
 WITHOUT_SMOKE = {"oldest", "newest"}
 """Suites whose environments are too large for a smoke test: .ci/run runs the whole or nothing."""
 EVERYTHING = {"vllm", "sglang", "megatron", "kill", "browser", "talk", *WITHOUT_SMOKE}
 MORE = b"\nmore = 1\n"
-"""A change of a file."""
 MARKED = {"vllm": "tests/rollout/vllm", "sglang": "tests/rollout/sglang", "megatron": "tests/train/megatron"}
 """Suites whose folder has a conftest that marks its tests."""
 
@@ -99,19 +99,12 @@ def test_comments_and_docstrings_change_nothing_and_other_strings_do(tree: Path)
     file.write_bytes(before)
 
 
-def test_the_command_lists_every_suite_and_what_is_to_be_run(tree: Path) -> None:
+def test_a_new_and_a_renamed_file_are_changes_and_the_command_lists_what_is_to_be_run(tree: Path) -> None:
     (tree / "fovea/view/new.py").touch()
-    command = [sys.executable, ".ci/suites.py"]
-    listed = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True).stdout
+    listed = run_program([sys.executable, ".ci/suites.py"], cwd=tree).stdout.splitlines()
     (tree / "fovea/view/new.py").unlink()
-    states = dict(line.split(": ") for line in listed.splitlines())
-    assert states == dict.fromkeys(EVERYTHING, "unchanged since it passed") | {"browser": "changed"}
-
-
-def test_a_new_and_a_renamed_file_are_changes(tree: Path) -> None:
-    (tree / "fovea/view/new.py").touch()
-    assert to_be_run(tree) == {"browser"}
-    (tree / "fovea/view/new.py").unlink()
+    states = dict.fromkeys(EVERYTHING, "unchanged since it passed") | {"browser": "changed"}
+    assert dict(line.split(": ") for line in listed) == states
     (tree / "fovea/view/server.py").rename(tree / "fovea/view/renamed.py")
     assert to_be_run(tree) == {"browser"}
     (tree / "fovea/view/renamed.py").rename(tree / "fovea/view/server.py")
@@ -123,13 +116,8 @@ def test_a_missing_and_a_forged_line_run_the_suite(tree: Path) -> None:
     vllm = next(line for line in lines if line.startswith("vllm "))
     others = [line for line in lines if line != vllm]
     sglang = next(line for line in lines if line.startswith("sglang "))
-    for forged in (
-        "",
-        "vllm passed\n",
-        f"vllm {'0' * 64}\n",
-        sglang.replace("sglang", "vllm"),
-        vllm + f"vllm {'0' * 64}\n",
-    ):
+    zeros = f"vllm {'0' * 64}\n"
+    for forged in ("", "vllm passed\n", zeros, sglang.replace("sglang", "vllm"), vllm + zeros):
         record.write_text("".join([*others, forged]))
         assert to_be_run(tree) == {"vllm"}, forged
     record.unlink()
@@ -178,14 +166,12 @@ def test_ci_runs_smoke_tests_of_what_has_not_changed(tree: Path, tmp_path: Path)
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     (tree / ".ci/passed").write_text(re.sub(r"(?m)^(sglang|oldest) .*\n", "", (tree / ".ci/passed").read_text()))
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([tree / ".ci/run"], env=environment, capture_output=True, text=True, check=False)
+    done = run_program([tree / ".ci/run"], {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert done.returncode == 0, done.stdout
     made = (tmp_path / "made").read_text().splitlines()
     assert {"test", "lint", "test-slow", "test-sglang", "test-oldest"} <= set(made)
-    assert {line for line in made if "SMOKE=1" in line} == {
-        f"test-{suite} SMOKE=1" for suite in EVERYTHING - WITHOUT_SMOKE - {"sglang"}
-    }
+    smoke = {f"test-{suite} SMOKE=1" for suite in EVERYTHING - WITHOUT_SMOKE - {"sglang"}}
+    assert {line for line in made if "SMOKE=1" in line} == smoke
     assert not {f"test-{suite}" for suite in EVERYTHING - {"sglang", "oldest"}} & set(made)
     assert "vllm (smoke): passed" in done.stdout
     assert "newest: not run: unchanged since it passed" in done.stdout

@@ -1,18 +1,21 @@
-"""Rules about how tests reach what they test, also in scripts of other processes; a table that fails names its rows."""
+"""Rules of the tree: how tests reach what they test, short files and functions, plain English; and tables of tests."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 
 from gym_tests.tables import table
+from tests.runs import ROOT, run_program
 
-ROOT = Path(__file__).parents[1]
 PACKAGES = {"fovea": ROOT, "fovea_gym": ROOT / "gym", "fovea_tools": ROOT / "tools"}
 FOLDERS = {**PACKAGES, "tests": ROOT, "gym_tests": ROOT / "gym"}
 LOOKED_AT = ast.Import | ast.ImportFrom | ast.Attribute | ast.Call | ast.Constant
@@ -162,12 +165,9 @@ def test_every_row_that_fails_is_listed_with_what_was_found() -> None:
     assert all(any(line.startswith(start) for line in rows) for start in starts)
 
 
-def test_a_table_without_rows_is_refused() -> None:
+def test_tables_are_crossed_take_fixtures_and_have_rows() -> None:
     with pytest.raises(AssertionError, match="without rows"):
         table("x", [])
-
-
-def test_tables_are_crossed_and_take_fixtures() -> None:
     seen = []
 
     @pytest.mark.slow
@@ -176,7 +176,60 @@ def test_tables_are_crossed_and_take_fixtures() -> None:
     def crossed(x: int, y: int, factor: int) -> None:
         seen.append((factor, x, y))
 
-    assert list(inspect.signature(crossed).parameters) == ["factor"]
-    assert [mark.name for mark in crossed.pytestmark] == ["slow"]
+    assert (list(inspect.signature(crossed).parameters), crossed.pytestmark[0].name) == (["factor"], "slow")
     crossed(factor=10)
     assert seen == [(10, 1, 3), (10, 1, 4), (10, 2, 3), (10, 2, 4)]
+
+
+FOLDERS_OF_CODE = ("fovea", "gym", "tools", "tests", "benchmarks")
+FILES = sorted(path for folder in FOLDERS_OF_CODE for path in (ROOT / folder).rglob("*.py"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 70
+
+
+def test_files_and_functions_are_short() -> None:
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
+    assert texts
+    assert [name for name, text in texts.items() if len(text.splitlines()) > MAX_FILE_LINES] == []
+    functions = [
+        (f"{name}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1)
+        for name, text in texts.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert [each for each in functions if each[1] > MAX_FUNCTION_LINES] == []
+
+
+def check(path: Path, text: str) -> tuple[int, str]:
+    """The exit code of the check of plain English, and what it prints."""
+    path.write_text(text, encoding="utf-8")
+    done = run_program([sys.executable, ROOT / ".ci/english.py", path])
+    return done.returncode, done.stdout
+
+
+FAULTY = [
+    '"""What holds connections."""',
+    '"""Whether a path is a URL."""',
+    '"""So that a rollout has the memory."""',
+    '"""Rows. Those of this process come first."""',
+    "# an engine with weights of its own reads them",
+    "# it reads text alone",
+    "x = f'{x} is no number; write one'",
+    "# the engine is told of it",
+]
+SOUND = [
+    '"""True if a path is a URL."""',
+    "# each rank sends the log-probs of its own rows",
+    "# there is no reference model, and it is no longer needed; a folder that is there is left alone",
+    "x = 'types are told apart by their names'",
+    "whether_of_its_own = alone = 1",
+]
+
+
+def test_every_faulty_construction_is_found_with_its_line_and_other_sentences_are_not(tmp_path: Path) -> None:
+    lines = [line for pair in zip_longest(FAULTY, SOUND, fillvalue="x = 1") for line in pair]
+    code, found = check(tmp_path / "module.py", "\n".join(lines))
+    assert sorted(map(int, re.findall(r"module\.py:(\d+): ", found))) == list(range(1, 2 * len(FAULTY), 2))
+    assert (code, *check(tmp_path / "module.py", "\n".join(SOUND))) == (1, 0, "")
+    code, found = check(tmp_path / "page.md", "# Title\n\nIt reads text alone.\n")  # a page is read by lines
+    assert code == 1
+    assert "page.md:3: 'alone' (only, by itself)" in found

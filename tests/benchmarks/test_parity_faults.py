@@ -9,7 +9,6 @@ import pytest
 from benchmarks.flat_positions import flat_positions
 from benchmarks.parity_faults import FAULTS, POSITIONS, answer, main, read_with, rows_of, tiny_run
 from fovea.run.parity import read_parity
-from fovea.run.parity_result import ParityResult
 from fovea_gym.utils.event_loop import wait_for
 
 
@@ -28,9 +27,7 @@ def test_each_fault_is_named_on_random_weights(tmp_path: Path) -> None:
 def test_none_passes_unnamed_before_and_after_a_warm_up(family: str, dtype: str) -> None:
     rows = list(rows_of(family, dtype, warmup_steps=40))
     assert len(rows) == 2
-    for row in rows:
-        assert "PASSED" not in row
-        assert "STOPPED" not in row, "the sound engine passes"
+    assert not [row for row in rows if "PASSED" in row or "STOPPED" in row], "the sound engine passes"
 
 
 def test_sound_runs_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,13 +41,7 @@ def test_engine_and_trainer_have_the_same_wrong_positions(name: str, tmp_path: P
     with flat_positions(name):
         flat = wait_for(read_parity(run, 0))
     sound = wait_for(read_parity(run, 0))
-    assert flat.passed
-    assert sound.passed
+    assert (flat.passed, sound.passed) == (True, True)
     # of the trainer with this fault, as the gate imitates it
-    flat_gap, sound_gap = (gap_of(reading, name) for reading in (flat, sound))
-    assert flat_gap < 1e-5 < 1e-4 < sound_gap
-
-
-def gap_of(reading: ParityResult, name: str) -> float:
-    (gap,) = [fault.faulty.mean_abs for fault in reading.faults if fault.name == name]
-    return gap
+    gaps = [{fault.name: fault.faulty.mean_abs for fault in reading.faults}[name] for reading in (flat, sound)]
+    assert gaps[0] < 1e-5 < 1e-4 < gaps[1]

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 import pytest
@@ -49,16 +50,9 @@ class RayCluster:
 
     def start(self, *arguments: str) -> str:
         """Start a node by `fovea cluster start`; returns what the command prints."""
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
         words = command("cluster", "start", *arguments)
-        with subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as process:
+        with subprocess.Popen(words, cwd=ROOT, env=self.environment, **pipes) as process:
             self.sessions.add(process.pid)
             said, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors

@@ -6,10 +6,10 @@ import asyncio
 import errno
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Event, Thread
@@ -33,7 +33,7 @@ from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 from fovea_gym.errors import ClusterError
 from fovea_gym.utils.event_loop import wait_for
 from tests.records import completion_of, text_prompt
-from tests.runs import ROOT, environment
+from tests.runs import ROOT, environment, run_program
 
 LIMIT_SECONDS = 20
 driver_is_gone = Event()
@@ -54,7 +54,7 @@ class Engine:
         self.seen.append(request.id)
         await asyncio.sleep(0.05)
         self.at_once.append(len(self.seen))
-        return [completion(f"{request.id}/{index}", self.name) for index in range(request.n)]
+        return [completion_of([0], id=f"{request.id}/{n}", text=self.name) for n in range(request.n)]
 
     async def sleep(self) -> None:
         self.seen.append("sleep")
@@ -72,11 +72,10 @@ class Policy:
         """Nothing to close."""
 
     def images_by_rank(self) -> ImagesByRank:
-        assignment = RowAssignment(
-            train=Train(), cost=cast(Any, None), num_ranks=1, image_token_id=0, shards_tower=False
-        )
-        schedule = UpdatePasses(algorithm=cast(Any, None), plain_update_every_steps=1, step=0)
-        return ImagesByRank(policy=assignment, reference=None, schedule=schedule, limit_tokens=1)
+        none = cast(Any, None)
+        rows = RowAssignment(train=Train(), cost=none, num_ranks=1, image_token_id=0, shards_tower=False)
+        schedule = UpdatePasses(algorithm=none, plain_update_every_steps=1, step=0)
+        return ImagesByRank(policy=rows, reference=None, schedule=schedule, limit_tokens=1)
 
     async def sft(self, pairs: Sequence[SftExample]) -> dict[str, float]:
         return {"loss": float(sum(image.num_bytes for pair in pairs for image in pair.prompt.images))}
@@ -91,12 +90,15 @@ class Policy:
         return {"loss": 1.0}
 
 
-def completion(name: str, text: str) -> Completion:
-    return completion_of([0], id=name, text=text)
-
-
 def request(name: str, n: int = 2, *, length: int = 1, **changes: Any) -> Request:
-    return Request(id=name, prompt=text_prompt([0] * length), sampling=Sampling(max_new_tokens=1), n=n, **changes)
+    fields = {"prompt": text_prompt([0] * length), "sampling": Sampling(max_new_tokens=1), **changes}
+    return Request(id=name, n=n, **fields)
+
+
+def prompt_with_image(key: str) -> Prompt:
+    """Of a token and 32 bytes of pixels."""
+    image = PromptImage(key=key, tensors={"pixels": np.zeros(8, np.float32)}, num_tokens=1, grid=(1, 1, 1))
+    return replace(text_prompt([0]), images=(image,))
 
 
 def worker(name: str) -> Worker:
@@ -136,115 +138,105 @@ def remote() -> Iterator[Remote]:
     assert not thread.is_alive(), "a worker outlived its driver"
 
 
-async def result(handle: RemoteWorker, call: Call) -> Any:
-    return await asyncio.wait_for(await handle.start(call), LIMIT_SECONDS)
+async def result(handle: RemoteWorker, method: str, *arguments: object) -> Any:
+    return await asyncio.wait_for(await start(handle, method, *arguments), LIMIT_SECONDS)
 
 
-def test_requests_of_one_turn_arrive_together(remote: Remote) -> None:
-    engine = WorkersEngine(workers(LocalHandle(worker("local")), remote.handle), "test")
+async def start(handle: RemoteWorker, method: str, *arguments: object) -> Any:
+    return await handle.start(Call(method=method, arguments=arguments))
 
-    async def run() -> list[Sequence[Completion]]:
-        return await asyncio.gather(*(engine.generate(request(f"r{index}")) for index in range(6)))
 
-    groups = wait_for(run())
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on the event loop of this process."""
+
+    @wraps(test)
+    def run(**fixtures: Any) -> None:
+        wait_for(test(**fixtures))
+
+    return run
+
+
+def engine_of(remote: Remote) -> WorkersEngine:
+    """A local engine and the remote one."""
+    return WorkersEngine(workers(LocalHandle(worker("local")), remote.handle), "test")
+
+
+@in_loop
+async def test_requests_of_one_turn_arrive_together(remote: Remote) -> None:
+    engine = engine_of(remote)
+    groups = await asyncio.gather(*(engine.generate(request(f"r{index}")) for index in range(6)))
     assert [each.id for group in groups for each in group] == [f"r{i}/{j}" for i in range(6) for j in range(2)]
     assert [group[0].text for group in groups] == ["local", "remote"] * 3
     assert cast(Any, remote.worker.engine).at_once == [3, 3, 3]
 
 
-def test_images_of_the_steps_of_a_warm_up_do_not_pile_up(remote: Remote) -> None:
+@in_loop
+async def test_images_of_the_steps_of_a_warm_up_do_not_pile_up(remote: Remote) -> None:
     policy = WorkersPolicy(Workers([remote.handle], []), cast(Any, None))
-    ids = np.zeros(1, np.int64)
     for key in ("a", "b"):
-        image = PromptImage(key=key, tensors={"pixels": np.zeros(8, np.float32)}, num_tokens=1, grid=(1, 1, 1))
-        prompt = Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=(image,))
-        assert wait_for(policy.sft([SftExample(prompt=prompt, answer_ids=(0,))])) == {"loss": 32.0}, (
-            "it came with its pixels"
-        )
-        assert remote.handle._calls.packing.named == {}
+        found = await policy.sft([SftExample(prompt=prompt_with_image(key), answer_ids=(0,))])
+        assert (found, remote.handle._calls.packing.named) == ({"loss": 32.0}, {}), "it came with its pixels"
 
 
-def test_images_of_requests_are_forgotten_but_not_while_an_answer_may_name_one(remote: Remote) -> None:
+@in_loop
+async def test_images_of_requests_are_forgotten_but_not_while_an_answer_may_name_one(remote: Remote) -> None:
     engine = WorkersEngine(workers(remote.handle), "test")
     named = remote.handle._calls.packing.named
-    ids = np.zeros(1, np.int64)
-    image = PromptImage(key="a", tensors={"pixels": np.zeros(8, np.float32)}, num_tokens=1, grid=(1, 1, 1))
-    asked = replace(request("r"), prompt=Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=(image,)))
-
-    async def run() -> None:
-        await engine.generate(asked)
-        update = await remote.handle.start(Call(method="policy.update", arguments=("stuck",)))
-        engine.forget_images()
-        assert named.keys() == {"a"}
-        driver_is_gone.set()
-        await update
-        waiting = await remote.handle.start(Call(method="engine.generate", arguments=(request("s"),)))
-        engine.forget_images()
-        assert not named, "a request that runs has its images"
-        await waiting
-
     driver_is_gone.clear()
-    wait_for(run())
+    await engine.generate(request("r", prompt=prompt_with_image("a")))
+    update = await start(remote.handle, "policy.update", "stuck")
+    engine.forget_images()
+    assert named.keys() == {"a"}
+    driver_is_gone.set()
+    await update
+    waiting = await start(remote.handle, "engine.generate", request("s"))
+    engine.forget_images()
+    assert not named, "a request that runs has its images"
+    await waiting
 
 
-def test_a_later_turn_goes_to_the_engine_that_keeps_the_turn_before(remote: Remote) -> None:
-    engine = WorkersEngine(workers(LocalHandle(worker("local")), remote.handle), "test")
-
-    async def run() -> list[str]:
-        first = await asyncio.gather(*(engine.generate(request(f"a{index}", keep=True)) for index in range(4)))
-        # only by load, both would go to the driver's own engine
-        later = [await engine.generate(request("b", 1, continues=group[1].id)) for group in (first[1], first[3])]
-        return [group[0].text for group in later]
-
-    assert wait_for(run()) == ["remote", "remote"]
+@in_loop
+async def test_a_later_turn_goes_to_the_engine_that_keeps_the_turn_before(remote: Remote) -> None:
+    engine = engine_of(remote)
+    first = await asyncio.gather(*(engine.generate(request(f"a{index}", keep=True)) for index in range(4)))
+    # only by load, both would go to the driver's own engine
+    later = [await engine.generate(request("b", 1, continues=group[1].id)) for group in (first[1], first[3])]
+    assert [group[0].text for group in later] == ["remote", "remote"]
 
 
-def test_an_engines_error_reaches_its_caller_and_the_worker_goes_on(remote: Remote) -> None:
-    async def run() -> str:
-        with pytest.raises(EngineError, match="a prompt without tokens"):
-            await result(remote.handle, Call(method="engine.generate", arguments=(request("r", length=0),)))
-        (first, _) = await result(remote.handle, Call(method="engine.generate", arguments=(request("s"),)))
-        return str(first.id)
-
-    assert wait_for(run()) == "s/0"
+@in_loop
+async def test_an_engines_error_reaches_its_caller_and_the_worker_goes_on(remote: Remote) -> None:
+    with pytest.raises(EngineError, match="a prompt without tokens"):
+        await result(remote.handle, "engine.generate", request("r", length=0))
+    assert (await result(remote.handle, "engine.generate", request("s")))[0].id == "s/0"
 
 
-def test_a_full_disk_is_told_as_such_and_the_worker_goes_on_until_the_run_is_ended(remote: Remote) -> None:
+@in_loop
+async def test_a_full_disk_is_told_as_such_and_the_worker_goes_on_until_the_run_is_ended(remote: Remote) -> None:
     """The driver may be in the middle of a step, which the others could not finish without this worker."""
-
-    async def run() -> dict[str, float]:
-        with pytest.raises(OSError, match="No space left on device") as caught:
-            await result(remote.handle, Call(method="policy.finish_save"))
-        assert caught.value.errno == errno.ENOSPC
-        updated: dict[str, float] = await result(remote.handle, Call(method="policy.update", arguments=("",)))
-        return updated
-
-    assert wait_for(run()) == {"loss": 1.0}
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        await result(remote.handle, "policy.finish_save")
+    assert caught.value.errno == errno.ENOSPC
+    assert await result(remote.handle, "policy.update", "") == {"loss": 1.0}
 
 
 def test_a_collective_call_that_fails_is_told_and_ends_the_worker(remote: Remote) -> None:
-    async def run() -> None:
-        update = Call(method="policy.update", arguments=("bad",))
-        with pytest.raises(ClusterError, match="ValueError: only on this rank"):
-            await result(remote.handle, update)
-
-    wait_for(run())
+    with pytest.raises(ClusterError, match="ValueError: only on this rank"):
+        wait_for(result(remote.handle, "policy.update", "bad"))
     remote.thread.join(LIMIT_SECONDS)
     assert [type(error) for error in remote.errors] == [ValueError]
 
 
-def test_a_worker_that_has_ended_fails_the_calls_that_wait_by_its_rank(remote: Remote) -> None:
-    async def run() -> None:
-        waiting = await remote.handle.start(Call(method="engine.generate", arguments=(request("r"),)))
-        bad = await remote.handle.start(Call(method="policy.update", arguments=("bad",)))
-        with pytest.raises(ClusterError, match="only on this rank"):
-            await bad
-        with pytest.raises(ClusterError, match="rank 1 has ended"):
-            await waiting
-        with pytest.raises(ClusterError, match="rank 1 has ended"):
-            await result(remote.handle, Call(method="engine.sleep"))
-
-    wait_for(run())
+@in_loop
+async def test_a_worker_that_has_ended_fails_the_calls_that_wait_by_its_rank(remote: Remote) -> None:
+    waiting = await start(remote.handle, "engine.generate", request("r"))
+    bad = await start(remote.handle, "policy.update", "bad")
+    with pytest.raises(ClusterError, match="only on this rank"):
+        await bad
+    with pytest.raises(ClusterError, match="rank 1 has ended"):
+        await waiting
+    with pytest.raises(ClusterError, match="rank 1 has ended"):
+        await result(remote.handle, "engine.sleep")
 
 
 class DeafLine:
@@ -260,42 +252,32 @@ class DeafLine:
     def kill(self) -> None: ...
 
 
-def test_a_call_to_a_worker_that_has_ended_fails_although_it_could_be_sent() -> None:
-    async def run() -> None:
-        handle = RemoteWorker(DeafLine(), 1, 600.0)
-        await asyncio.sleep(0.1)
-        with pytest.raises(ClusterError, match=r"rank 1 has ended \(nobody is there\)"):
-            await result(handle, Call(method="engine.sleep"))
-        await handle.close()
-
-    wait_for(run())
+@in_loop
+async def test_a_call_to_a_worker_that_has_ended_fails_although_it_could_be_sent() -> None:
+    handle = RemoteWorker(DeafLine(), 1, 600.0)
+    await asyncio.sleep(0.1)
+    with pytest.raises(ClusterError, match=r"rank 1 has ended \(nobody is there\)"):
+        await result(handle, "engine.sleep")
+    await handle.close()
 
 
-def test_an_answer_that_cannot_be_read_fails_the_calls_that_wait() -> None:
+@in_loop
+async def test_an_answer_that_cannot_be_read_fails_the_calls_that_wait() -> None:
     here, there = Pipe()
     handle = RemoteWorker(ConnectionLine(here), 1, 600.0)
-
-    async def run() -> None:
-        answer = await handle.start(Call(method="engine.sleep"))
-        there.send_bytes(b"no pickle")
-        with pytest.raises(ClusterError, match="rank 1 has ended"):
-            await asyncio.wait_for(answer, LIMIT_SECONDS)
-        await handle.close()
-
-    wait_for(run())
+    answer = await start(handle, "engine.sleep")
+    there.send_bytes(b"no pickle")
+    with pytest.raises(ClusterError, match="rank 1 has ended"):
+        await asyncio.wait_for(answer, LIMIT_SECONDS)
+    await handle.close()
 
 
-def test_the_answer_to_a_cancelled_call_is_in_no_later_ones_way(remote: Remote) -> None:
-    async def run() -> str:
-        waiting = asyncio.ensure_future(
-            await remote.handle.start(Call(method="engine.generate", arguments=(request("r"),)))
-        )
-        waiting.cancel()
-        await asyncio.sleep(0.2)
-        (first, _) = await result(remote.handle, Call(method="engine.generate", arguments=(request("s"),)))
-        return str(first.id)
-
-    assert wait_for(run()) == "s/0"
+@in_loop
+async def test_the_answer_to_a_cancelled_call_is_in_no_later_ones_way(remote: Remote) -> None:
+    waiting = asyncio.ensure_future(await start(remote.handle, "engine.generate", request("r")))
+    waiting.cancel()
+    await asyncio.sleep(0.2)
+    assert (await result(remote.handle, "engine.generate", request("s")))[0].id == "s/0"
 
 
 def test_requests_of_a_driver_that_hangs_up_are_dropped(remote: Remote) -> None:
@@ -313,18 +295,16 @@ def test_requests_of_a_driver_that_hangs_up_are_dropped(remote: Remote) -> None:
     cast(Any, remote.worker.engine).generate = generate
 
     async def run() -> None:
-        waiting = await remote.handle.start(Call(method="engine.generate", arguments=(request("r"),)))
+        waiting = await start(remote.handle, "engine.generate", request("r"))
         # a second call, whose answer says that the first one has begun
-        await result(remote.handle, Call(method="engine.sleep"))
+        await result(remote.handle, "engine.sleep")
         await remote.handle.close()
         with pytest.raises(ClusterError, match="rank 1 has ended"):
             await waiting
 
     wait_for(run())
     remote.thread.join(LIMIT_SECONDS)
-    assert not remote.thread.is_alive()
-    assert remote.errors == []
-    assert dropped.is_set()
+    assert (remote.thread.is_alive(), remote.errors, dropped.is_set()) == (False, [], True)
     assert cast(Any, remote.worker.engine).seen == ["sleep", "close"]
 
 
@@ -332,7 +312,7 @@ def test_workers_are_closed_while_one_waits_in_a_call_that_the_driver_has_left(r
     local = worker("local")
 
     async def run() -> None:
-        await remote.handle.start(Call(method="policy.update", arguments=("stuck",)))
+        await start(remote.handle, "policy.update", "stuck")
         await asyncio.sleep(0.1)
         policy = WorkersPolicy(workers(LocalHandle(local), remote.handle), cast(Any, None))
         await asyncio.wait_for(policy.close(), LIMIT_SECONDS / 4)
@@ -364,24 +344,18 @@ def test_only_engines_beside_a_shard_of_the_policy_sleep(remote: Remote) -> None
     assert [cast(Any, each.engine).seen for each in (local, remote.worker)] == [["sleep"], []]
 
 
-LISTENING = """
-import json
+OF_RANK = """
+import json, os
 from pathlib import Path
 import psutil
-
-def listening(*processes):
-    found = [each for process in processes for each in process.net_connections("inet")]
-    return sorted({each.laddr.ip.removeprefix("::ffff:") for each in found if each.status == psutil.CONN_LISTEN})
-"""
-OF_RANK = """
-import os
 import torch.distributed as dist
 from fovea.cluster.torchrun import join
 
 ranks = join(60)
-Path(__file__).with_name(f"{ranks.rank}.json").write_text(
-    json.dumps([os.environ["GLOO_SOCKET_IFNAME"], *listening(psutil.Process())])
-)
+listening = [each for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN]
+addresses = sorted({each.laddr.ip.removeprefix("::ffff:") for each in listening})
+found = json.dumps([os.environ["GLOO_SOCKET_IFNAME"], *addresses])
+Path(__file__).with_name(f"{ranks.rank}.json").write_text(found)
 dist.barrier()
 """
 
@@ -391,10 +365,7 @@ def test_process_groups_under_torchrun(tmp_path: Path) -> None:
 
     torchrun's own store is in a separate process.
     """
-    (tmp_path / "script.py").write_text(LISTENING + OF_RANK)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    subprocess.run(
-        [*launcher, str(tmp_path / "script.py")], env=environment() | {"PYTHONPATH": str(ROOT)}, timeout=120, check=True
-    )
-    for rank in (0, 1):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == ["lo", "127.0.0.1"]
+    (tmp_path / "script.py").write_text(OF_RANK)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(tmp_path / "script.py")]
+    assert run_program(launcher, environment() | {"PYTHONPATH": str(ROOT)}).returncode == 0
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [["lo", "127.0.0.1"]] * 2

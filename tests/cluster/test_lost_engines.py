@@ -69,10 +69,8 @@ def engines(tmp_path: Path) -> Iterator[Workers]:
 
 def requests() -> list[Request]:
     prompts = mixed_prompts(tiny("qwen3_vl")) * 2
-    return [
-        Request(id=f"r{place}", prompt=prompt, sampling=Sampling(max_new_tokens=12, seed=place), n=2)
-        for place, prompt in enumerate(prompts)
-    ]
+    seeds = [Sampling(max_new_tokens=12, seed=place) for place in range(len(prompts))]
+    return [Request(id=f"r{x.seed}", prompt=prompt, sampling=x, n=2) for prompt, x in zip(prompts, seeds, strict=True)]
 
 
 def pid_of(workers: Workers, place: int) -> int:

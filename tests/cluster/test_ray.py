@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,7 @@ from fovea.wiring.backends import open_backends
 from fovea_gym.errors import ClusterError, ConfigError
 from tests.cluster.ray_environment import NODE_CPUS, RayCluster, cluster_of, own_ray
 from tests.cluster.torchrun_runs import LONG, LONG_STEPS, STEPS, compare, settings
-from tests.runs import ROOT, command, environment, final_weights, fovea_here, untimed
+from tests.runs import ROOT, command, environment, final_weights, fovea_here, run_program, untimed
 
 pytest.importorskip("ray", reason="needs the extra ray")
 
@@ -35,7 +35,6 @@ ENGINES_ONLY = "cluster.placement=disaggregated"
 TWO_AND_ONE = ("cluster.gpus_per_node=3", ENGINES_ONLY, "cluster.rollout_gpus=1")
 """Two learners and an engine."""
 COLLOCATED = ("cluster.gpus_per_node=2",)
-LOOPBACK = {"127.0.0.1"}
 PROMPTS_PER_STEP = 6
 IMAGE_BYTES = 36 * 3 * 2 * 8**2 * 4 + 3 * 8
 """36 patches of 8 x 8 pixels in three colours, twice, in float32; and the numbers of patches along three axes."""
@@ -59,15 +58,8 @@ def on_ray(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A run of two learners and an engine, on a node each, that nobody has killed."""
     run_dir = tmp_path_factory.mktemp("ray") / "run"
     three_nodes = ("cluster.num_nodes=3", "cluster.gpus_per_node=1", ENGINES_ONLY, "cluster.rollout_gpus=1")
-    done = subprocess.run(
-        command("train", *settings("recipes/shapes.yaml", run_dir, EACH_STEP, *three_nodes)),
-        cwd=ROOT,
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
+    words = command("train", *settings("recipes/shapes.yaml", run_dir, EACH_STEP, *three_nodes))
+    done = run_program(words, cluster.environment, seconds=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "ray" not in done.stderr.lower(), "Ray's own logs are on the terminal"
     return run_dir
@@ -88,28 +80,13 @@ def test_two_learners_and_an_engine_on_three_nodes_train_as_one_process(on_ray: 
 def test_a_run_waits_for_a_node_that_is_not_there_yet(tmp_path: Path) -> None:
     """And prints what is missing; without a time to wait it ends at once."""
     nodes = ("cluster.num_nodes=2", "cluster.gpus_per_node=1", "max_steps=1")
-    words = settings("recipes/shapes.yaml", tmp_path / "run", *nodes)
+    words = command("train", *settings("recipes/shapes.yaml", tmp_path / "run", *nodes))
     with cluster_of(1) as cluster:
-        refused = subprocess.run(
-            command("train", *words, "cluster.wait_minutes=0"),
-            cwd=ROOT,
-            env=cluster.environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_SECONDS,
-            check=False,
-        )
+        refused = run_program([*words, "cluster.wait_minutes=0"], cluster.environment, seconds=LIMIT_SECONDS)
         assert refused.returncode == 2, refused
         missing = "need 1 CPUs on each of 2 nodes; the cluster's 1 nodes have 1, of which 1 are free"
         assert missing in refused.stderr
-        with subprocess.Popen(
-            command("train", *words, "cluster.wait_minutes=5"),
-            cwd=ROOT,
-            env=cluster.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as waiting:
+        with started([*words, "cluster.wait_minutes=5"], cluster.environment) as waiting:
             assert waiting.stderr is not None
             said = next(line for line in waiting.stderr if line.startswith("waiting for the Ray cluster: "))
             assert missing in said
@@ -135,46 +112,34 @@ except ConfigError as error:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("device", "printed"),
-    [
-        ("cpu", "reserved"),
-        (
-            "cuda",
-            "cluster.num_nodes=1 and cluster.gpus_per_node=2 need 2 GPUs on each of 1 nodes; the cluster's 1 nodes "
-            "have 0, of which 0 are free; lower cluster.gpus_per_node",
-        ),
-    ],
+NO_GPUS = (
+    "cluster.num_nodes=1 and cluster.gpus_per_node=2 need 2 GPUs on each of 1 nodes; the cluster's 1 nodes have 0, of "
+    "which 0 are free; lower cluster.gpus_per_node"
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "printed"), [("cpu", "reserved"), ("cuda", NO_GPUS)])
 def test_a_run_waits_for_the_ray_that_it_has_started_and_not_for_gpus_that_it_lacks(
     device: str, printed: str, ray_environment: dict[str, str]
 ) -> None:
     """It ended when Ray took more than five seconds, with advice about a wait for other nodes."""
-    done = subprocess.run(
-        [sys.executable, "-c", RESERVE_HERE, device],
-        cwd=ROOT,
-        env={**ray_environment, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
+    without_gpus = {**ray_environment, "CUDA_VISIBLE_DEVICES": ""}
+    done = run_program([sys.executable, "-c", RESERVE_HERE, device], without_gpus, seconds=LIMIT_SECONDS)
     assert done.stdout == f"{printed}\n", done.stderr
     assert device == "cpu" or "waiting for the Ray cluster" not in done.stderr
+
+
+def started(words: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """A process whose errors are read; what it prints is dropped."""
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, cwd=ROOT, env=environment, text=True, **pipes)
 
 
 @contextmanager
 def going(environment: dict[str, str], run_dir: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
     """A run that has taken a step and is still going; killed at the end of the block if it still goes."""
-    with subprocess.Popen(
-        command("train", *settings("recipes/shapes.yaml", run_dir, *more)),
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with started(command("train", *settings("recipes/shapes.yaml", run_dir, *more)), environment) as process:
         try:
             deadline = time.monotonic() + LIMIT_SECONDS
             while not read_metrics(run_dir):
@@ -218,9 +183,7 @@ def outlived(processes: list[psutil.Process]) -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.kill
 @pytest.mark.parametrize("server", ["gcs_server", "raylet"])
-def test_the_death_of_a_server_of_rays_is_one_of_a_worker(
-    server: str, ray_environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_death_of_rays_server_is_a_workers(server: str, ray_environment: dict[str, str], tmp_path: Path) -> None:
     """Ray's library may be the first to see it, and then ends the process with code 1 and without a word."""
     with going(ray_environment, tmp_path, EACH_STEP, *COLLOCATED, *LONG) as process:
         family = family_of(process)
@@ -249,9 +212,7 @@ def test_a_run_that_has_lost_its_raylet_is_started_again(ray_environment: dict[s
 
 @pytest.mark.slow
 @pytest.mark.kill
-def test_a_run_whose_worker_is_killed_goes_on_by_itself_as_if_it_had_not(
-    on_ray: Path, cluster: RayCluster, tmp_path: Path
-) -> None:
+def test_a_run_whose_worker_is_killed_goes_on_by_itself(on_ray: Path, cluster: RayCluster, tmp_path: Path) -> None:
     with going(cluster.environment, tmp_path, EACH_STEP, *TWO_AND_ONE, "max_restarts=1") as process:
         workers = workers_in(cluster.processes())
         assert len(workers) == 3
@@ -293,21 +254,12 @@ assert len(run.engine._workers.engines) == 1
 
 @pytest.mark.slow
 @pytest.mark.kill
-def test_a_run_that_loses_one_of_two_engines_goes_on_with_the_other(
-    on_ray: Path, cluster: RayCluster, tmp_path: Path
-) -> None:
+def test_a_run_that_loses_one_of_two_engines_goes_on(on_ray: Path, cluster: RayCluster, tmp_path: Path) -> None:
     """Without a restart, in the next step too: weights are then synced to the engine that is left."""
     two_engines = ("cluster.gpus_per_node=3", ENGINES_ONLY, "cluster.rollout_gpus=2")
     arguments = settings("recipes/shapes.yaml", tmp_path, EACH_STEP, *two_engines)
-    done = subprocess.run(
-        [sys.executable, "-c", LOSE_AN_ENGINE, *arguments],
-        cwd=ROOT,
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
+    words = [sys.executable, "-c", LOSE_AN_ENGINE, *arguments]
+    done = run_program(words, cluster.environment, seconds=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     compare(on_ray, tmp_path)
 
@@ -333,7 +285,7 @@ def test_sigterm_ends_the_run_saved(ray_environment: dict[str, str], tmp_path: P
     """With the Ray that it has started, and in which all listen only on loopback."""
     with going(ray_environment, tmp_path, *LONG, *COLLOCATED) as process:
         family = family_of(process)
-        assert {address for each in (psutil.Process(process.pid), *family) for address in listening(each)} == LOOPBACK
+        assert set().union(*map(listening, (psutil.Process(process.pid), *family))) == {"127.0.0.1"}
         process.terminate()
         _, said = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 143, said
@@ -380,15 +332,7 @@ def test_a_cluster_is_shown_and_stopped(cluster: RayCluster) -> None:
 
 
 def run_cluster(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command("cluster", *arguments),
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_program(command("cluster", *arguments), environment, seconds=120)
 
 
 def test_a_machine_without_the_token_joins_no_cluster(tmp_path: Path) -> None:
@@ -406,6 +350,9 @@ def test_a_machine_in_no_cluster_says_how_to_start_one(tmp_path: Path) -> None:
     assert "this machine is not a node of a cluster; run `fovea cluster start`" in shown.stderr
 
 
+TWO_ON_RAY = Config(model=Model(tiny=TinyModel()), cluster=Cluster(gpus_per_node=2))
+
+
 @pytest.mark.parametrize("left_by", ["environment", "crash"])
 def test_a_cluster_that_is_gone_is_said_at_once(left_by: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In place of minutes in which Ray goes on asking."""
@@ -418,20 +365,14 @@ def test_a_cluster_that_is_gone_is_said_at_once(left_by: str, monkeypatch: pytes
         monkeypatch.setenv("RAY_ADDRESS", address)
     else:
         (tmp_path / "address").write_text(f"{address}\n")
-    model = Model(tiny=TinyModel())
-    config = Config(model=model, cluster=Cluster(gpus_per_node=2))
-    with pytest.raises(
-        ClusterError, match=f"no connection to the Ray cluster at {address}: .*refused.*; see `fovea cl"
-    ):
-        open_backends(config, model, cast(Any, None))
+    with pytest.raises(ClusterError, match=f"no connection to the Ray cluster at {address}: .*refused.*; see `fovea"):
+        open_backends(TWO_ON_RAY, TWO_ON_RAY.model, cast(Any, None))
 
 
 def test_torchrun_and_ray_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    model = Model(tiny=TinyModel())
-    config = Config(model=model, cluster=Cluster(gpus_per_node=2))
     with pytest.raises(ConfigError, match="torchrun has started 2 processes; leave out torchrun"):
-        open_backends(config, model, cast(Any, None))
+        open_backends(TWO_ON_RAY, TWO_ON_RAY.model, cast(Any, None))
 
 
 def test_a_token_is_made_once_and_for_its_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -441,6 +382,4 @@ def test_a_token_is_made_once_and_for_its_user_alone(monkeypatch: pytest.MonkeyP
     make_token()
     token = path.read_text()
     make_token()
-    assert path.read_text() == token
-    assert len(token) == 64
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert (path.read_text(), len(token), path.stat().st_mode & 0o777) == (token, 64, 0o600)

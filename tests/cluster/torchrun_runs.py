@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
-from tests.runs import HASH_REWARD, ROOT, SMALL, environment, untimed
+from tests.runs import HASH_REWARD, ROOT, SMALL, environment, run_program, untimed
 from tests.saved import saved_tensors
 from tests.warm import run_together
 
@@ -32,15 +32,7 @@ def torchrun(*arguments: str, processes: int = 2) -> list[str]:
 
 def train_by_torchrun(*arguments: str) -> None:
     """Train on two processes to the end."""
-    done = subprocess.run(
-        torchrun("train", *arguments),
-        cwd=ROOT,
-        env=environment() | {"PYTHONFAULTHANDLER": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run_program(torchrun("train", *arguments), environment() | {"PYTHONFAULTHANDLER": "1"})
     assert done.returncode == 0, done.stderr + done.stdout
 
 
@@ -55,16 +47,15 @@ def train_on(processes: int, *arguments: str) -> str:
 def run_on(processes: int, *words: str) -> str:
     """Run a module to the end in warm processes that have what torchrun would give its own; returns what they print."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "PYTHONFAULTHANDLER": "1",
-    }
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    return run_together(words, [environment() | shared | rank for rank in ranks])
+    given = [environment() | launched(rank, processes, store.port) for rank in range(processes)]
+    return run_together(words, [each | {"PYTHONFAULTHANDLER": "1"} for each in given])
+
+
+def launched(rank: int, processes: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets for a process."""
+    ranks = {f"{local}RANK": str(rank) for local in ("", "LOCAL_")}
+    ranks |= {f"{local}WORLD_SIZE": str(processes) for local in ("", "LOCAL_")}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def settings(recipe: str, run_dir: Path, *more: str) -> list[str]:
@@ -97,13 +88,8 @@ def compare_weights(one: Path, two: Path) -> None:
 LONG_STEPS = 20
 """Enough that a run is still going when it is stopped after three."""
 LONG = (
-    f"max_steps={LONG_STEPS}",
-    "warmup=null",
-    "model.freeze_vision_tower=false",
-    "rollout.prompts_per_step=4",
-    "environment.test_size=4",
-    "checkpoint.every_steps=3",
-    "evaluate.every_steps=0",
+    *(f"max_steps={LONG_STEPS}", "warmup=null", "model.freeze_vision_tower=false", "rollout.prompts_per_step=4"),
+    *("environment.test_size=4", "checkpoint.every_steps=3", "evaluate.every_steps=0"),
 )
 
 
@@ -114,13 +100,9 @@ def processes_of(run_dir: Path) -> list[int]:
 
 
 def starting_on_two(run_dir: Path, *more: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        torchrun("train", *settings("recipes/shapes.yaml", run_dir, *LONG, *more)),
-        cwd=ROOT,
-        env=environment() | {"PYTHONFAULTHANDLER": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    words = torchrun("train", *settings("recipes/shapes.yaml", run_dir, *LONG, *more))
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(words, cwd=ROOT, env=environment() | {"PYTHONFAULTHANDLER": "1"}, **quiet)
 
 
 def start_on_two(run_dir: Path, *more: str) -> subprocess.Popen[bytes]:

@@ -27,9 +27,9 @@ from fovea.rollout.outputs import EngineOutput, Sampled, completions
 from fovea.run.context import RolloutMismatch, Run
 from fovea.run.parity_faults import TakenSync
 from fovea.train.local import LocalPolicy
-from fovea.types import Completion, Prompt, PromptImage, Request, Sample, SampleGroup, Shape
+from fovea.types import Completion, Prompt, PromptImage, Request, SampleGroup, Shape
 from fovea.weights.sync import WeightSender
-from tests.records import all_actions, text_prompt
+from tests.records import sample_of, text_prompt
 from tests.runs import untimed
 from tests.wiring.small import run_of
 
@@ -94,11 +94,11 @@ def cut(pad: int) -> Change:
     def change(prompt: Prompt, _: bool) -> Prompt:
         images = []
         for image in prompt.images:
-            frames, _, width = image.grid
-            pixels = image.tensors["pixel_values"][: frames * 2 * width]
-            tensors = {"pixel_values": pixels, "image_grid_thw": np.array([frames, 2, width])}
-            grid, num_tokens = (frames, 2, width), len(pixels) // 4
-            images.append(replace(image, key=f"{image.key}-cut", tensors=tensors, grid=grid, num_tokens=num_tokens))
+            grid = (image.grid[0], 2, image.grid[2])
+            pixels = image.tensors["pixel_values"][: grid[0] * 2 * grid[2]]
+            tensors = {"pixel_values": pixels, "image_grid_thw": np.array(grid)}
+            key, num_tokens = f"{image.key}-cut", len(pixels) // 4
+            images.append(replace(image, key=key, tensors=tensors, grid=grid, num_tokens=num_tokens))
         left_out = np.flatnonzero(prompt.token_ids_L == pad)[sum(image.num_tokens for image in images) :]
         return replace(prompt, token_ids_L=np.delete(prompt.token_ids_L, left_out), images=tuple(images))
 
@@ -136,9 +136,7 @@ BREAKS: dict[str, tuple[Callable[[int], Change], str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_blind_engine_stops_the_run_before_its_first_update(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_blind_engine_stops_the_run_at_its_start(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, cause = BREAKS[name]
     run = run_of(tmp_path, **SETTINGS)
     engine = BrokenEngine(run.engine, change(run.image_token_id))
@@ -188,8 +186,7 @@ def test_a_run_with_copies_is_checked_at_each_weight_sync_and_left_as_it_is(tmp_
     run = copying_run(copied)
     loop.train(run)
     assert run.taken_sync.version == 3, "each weight sync was told from the one before"
-    assert all("seconds/parity" in row for row in read_metrics(copied))
-    assert not any("seconds/parity" in row for row in read_metrics(shared))
+    assert [{"seconds/parity" in row for row in read_metrics(f)} for f in (shared, copied)] == [{False}, {True}]
     about_syncs = {"transfer/weights_mib", "weights_checksum"}
     rows = [[{k: v for k, v in row.items() if k not in about_syncs} for row in untimed(f)] for f in (shared, copied)]
     assert rows[0] == rows[1]
@@ -197,24 +194,13 @@ def test_a_run_with_copies_is_checked_at_each_weight_sync_and_left_as_it_is(tmp_
 
 @pytest.mark.parametrize("lost_from", [1, 2])
 def test_a_weight_sync_that_the_engine_lost_is_named(lost_from: int, tmp_path: Path) -> None:
-    named = (
-        rf"(?s)after the weight sync of version {lost_from}, .*this fault: the weights of version {lost_from - 1} \("
-    )
-    with pytest.raises(ParityError, match=named):
+    named = rf"the weight sync of version {lost_from}, .*this fault: the weights of version {lost_from - 1} \("
+    with pytest.raises(ParityError, match=rf"(?s)after {named}"):
         loop.train(copying_run(tmp_path, lost_from=lost_from))
 
 
-def group_of(*completions: tuple[list[int], list[float]]) -> SampleGroup:
-    samples = [
-        Sample(
-            token_ids_T=np.array(ids),
-            mask_T=all_actions(len(ids)),
-            rollout_logprobs_T=np.float32(logprobs),
-            reward=0,
-            weight=0,
-        )
-        for ids, logprobs in completions
-    ]
+def group_of(*drawn: tuple[list[int], list[float]]) -> SampleGroup:
+    samples = [sample_of(ids, rollout_logprobs_T=np.float32(logprobs)) for ids, logprobs in drawn]
     return SampleGroup(prompt=text_prompt([1]), samples=tuple(samples))
 
 
@@ -224,8 +210,7 @@ def test_tokens_are_compared_as_far_as_both_draws_are_equal() -> None:
     later = group_of(([1, 2, 9, 9], [-0.1, -0.2, -0.3, -0.4]), ([5, 6], [-0.5, -0.6]))
     ((engine_A, sound_A, stale_A),) = sync.beside([later], [np.float32([-11, -12, -13, -14, -15, -16])])
     assert engine_A.tolist() == pytest.approx([-0.1, -0.2])
-    assert sound_A.tolist() == [-11, -12]
-    assert stale_A.tolist() == [-1, -2]
+    assert (sound_A.tolist(), stale_A.tolist()) == ([-11, -12], [-1, -2])
 
 
 def one_step_behind(run: Run) -> Run:
@@ -252,9 +237,7 @@ def test_images_that_only_rollouts_ahead_lose_stop_the_run_at_that_step(tmp_path
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
 
-def test_features_kept_over_a_weight_sync_stop_the_run_at_that_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_kept_over_a_weight_sync_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, kept = VLM.rollout_features, dict[str, ImageFeatures]()
 
     def features(vlm: VLM, images: Sequence[PromptImage]) -> list[ImageFeatures]:
@@ -306,9 +289,7 @@ class Noisy:
 
 
 @pytest.mark.parametrize(("mismatch", "is_stopped"), [(0.15, False), (0.6, True)])
-def test_inexact_log_probs_of_the_same_weights_stop_a_run_only_far_beyond_the_limit(
-    mismatch: float, is_stopped: bool, tmp_path: Path
-) -> None:
+def test_inexact_log_probs_stop_a_run_far_beyond_the_limit(mismatch: float, is_stopped: bool, tmp_path: Path) -> None:
     run = run_of(tmp_path, **SETTINGS)
     noisy = replace(run, engine=cast("Engine", Noisy(run, mismatch)))
     with pytest.raises(ParityError, match=r"step 2: .*by 0\.6") if is_stopped else nullcontext():

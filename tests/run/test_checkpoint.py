@@ -1,9 +1,11 @@
-"""Checkpoints: what they keep of a run, which outlive newer ones, and `resume=PATH` from a named one."""
+"""Checkpoints: what they keep, which outlive newer ones, `resume=PATH` from a named one, and damage to them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,15 @@ import pytest
 
 from fovea import loop
 from fovea.api.targets import load_run
+from fovea.commands.targets import find_checkpoint
 from fovea.config.run import Config
 from fovea.evaluation.controls import Searched, SharedImages
 from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.metrics.progress import Progress
 from fovea.report.samples import sample_steps
 from fovea.report.viewed_run import ViewedRun
-from fovea.run.checkpoint import RetainedCheckpoints, write_manifest
+from fovea.run.checkpoint import MANIFEST, Checkpoints, RetainedCheckpoints, SavedCheckpoint, damage, write_manifest
 from fovea.run.context import Run
 from fovea.run.microbatches import MicrobatchTokens
 from fovea.run.state import TrainState
@@ -27,7 +29,8 @@ from fovea.types import Batch, Evaluation, Group, Metrics
 from fovea.wiring.run import build
 from fovea_gym.errors import ConfigError, DataError
 from gym_tests.environments.files import files, row
-from tests.fakes import BanditPolicy, bandit_run
+from gym_tests.tables import table
+from tests.fakes import BanditPolicy, bandit_run, printed_in
 from tests.runs import untimed
 from tests.saved import saved_bytes
 
@@ -117,11 +120,7 @@ NOT_ONE = r"is not a checkpoint, such as runs/x/checkpoints/step-100; set"
     [
         ("", {}, rf"{NOT_ONE} resume=.*whole/checkpoints/step-4"),
         ("checkpoints/step-9", {}, rf"{NOT_ONE} it to never, to auto, or to the folder"),
-        (
-            "checkpoints/step-2",
-            {"seed": 7},
-            r"seed=7, but the run in .*whole began with 0; set it back to resume, or start over",
-        ),
+        ("checkpoints/step-2", {"seed": 7}, r"seed=7, but the run in .*whole began with 0; set it back to resume, or"),
     ],
 )
 def test_what_cannot_be_resumed_is_said(
@@ -135,15 +134,11 @@ def test_what_cannot_be_resumed_is_said(
 def test_a_damaged_one_is_an_error(tmp_path: Path) -> None:
     state = checkpoint(run_in(tmp_path / "run", max_steps=1), 1) / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"step": 1, "pace": {}}))
-    with pytest.raises(
-        DataError, match=r"step-1: this checkpoint is damaged: state\.json differs from what was written"
-    ):
+    with pytest.raises(DataError, match=r"step-1: this checkpoint is damaged: state\.json differs from what was"):
         run_in(tmp_path / "new", resume=str(state.parent))
 
 
-def test_a_resumed_run_tells_of_lost_metrics_and_passes_an_empty_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_tells_of_lost_metrics_and_empty_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_in(tmp_path / "run", max_steps=2)
     (run / "checkpoints" / "step-99").mkdir()
     file = run / "metrics.jsonl"
@@ -168,9 +163,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("stop_after", [30, 14], ids=["in one go", "resumed"])
-def test_the_checkpoint_of_the_best_dev_reading_is_kept(
-    stop_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_checkpoint_is_kept(stop_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read at steps 6, 12, ..., of which 12 is the best; checkpoints come every 10 steps."""
     readings = iter([0.0, 0.3, 0.9, *([0.5] * 20)])
 
@@ -189,61 +182,43 @@ def test_the_checkpoint_of_the_best_dev_reading_is_kept(
     assert saved_steps(tmp_path) == [12, 20, 30]
 
 
-def test_the_last_checkpoint_before_updates_fail_is_kept_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_checkpoint_before_updates_fail_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     update = BanditPolicy.update
 
     async def failing_from_16_on(self: BanditPolicy, batch: Batch) -> Metrics:
         metrics = await update(self, batch)
         return metrics | {"updates_skipped": float(self.updates >= 16)}
 
-    said: list[str] = []
     monkeypatch.setattr(BanditPolicy, "update", failing_from_16_on)
-    monkeypatch.setattr(Progress, "print", lambda _, text: said.append(str(text)))
-    train(bandit_run(tmp_path, checkpoint={"every_steps": 3}))
+    run = bandit_run(tmp_path, checkpoint={"every_steps": 3})
+    said = printed_in(run)
+    train(run)
     assert saved_steps(tmp_path) == [15, 27, 30]
     assert f"the checkpoint before it, {tmp_path / 'checkpoints' / 'step-15'}, is kept" in "".join(said)
 
 
-def test_once_updates_are_taken_again_nothing_is_kept_beyond() -> None:
+def test_once_updates_are_taken_again_nothing_is_kept_beyond_and_the_best_needs_dev_readings() -> None:
     kept = RetainedCheckpoints().after_step(5, {"updates_skipped": 1.0}, keep_best=False)
-    assert kept.after_step(6, {"updates_skipped": 1.0}, keep_best=False).steps([2, 4, 6]) == {4}
-    assert kept.after_step(6, {"updates_skipped": 0.0}, keep_best=False).steps([2, 4, 6]) == set()
-
-
-def test_without_dev_readings_there_is_no_best() -> None:
-    with pytest.raises(
-        ValueError, match=r"keep_best=true .* evaluate\.every_steps=0 never evaluates; set evaluate\.every"
-    ):
+    for skipped, steps in ((1.0, {4}), (0.0, set())):
+        assert kept.after_step(6, {"updates_skipped": skipped}, keep_best=False).steps([2, 4, 6]) == steps
+    with pytest.raises(ValueError, match=r"keep_best=true .* evaluate\.every_steps=0 never evaluates; set evaluate\."):
         Config.model_validate({"model": {"tiny": {}}, "checkpoint": {"keep_best": True}})
 
 
 def test_progress_survives_its_json_form() -> None:
     before = Evaluation(accuracies={"count": (1.0, 0.0, 0.5), "colour": ()}, num_unscored=2)
-    state = TrainState(
-        step=7,
-        kl_coef=0.02,
-        before=before,
-        after_warmup=None,
-        warmup_seconds=3.0,
-        rl_seconds=5.0,
-        microbatches=MicrobatchTokens(setting=1000, limit=250),
-        shared_images=SharedImages(shared=4, test=Searched(rows=5, of=5), train=Searched(rows=6, of=60)),
-        started=0.0,
-    )
+    figures: Any = {"step": 7, "kl_coef": 0.02, "warmup_seconds": 3.0, "rl_seconds": 5.0, "started": 0.0}
+    figures["microbatches"] = MicrobatchTokens(setting=1000, limit=250)
+    shared = SharedImages(shared=4, test=Searched(rows=5, of=5), train=Searched(rows=6, of=60))
+    state = TrainState(before=before, after_warmup=None, shared_images=shared, **figures)
     saved = json.loads(json.dumps(state.to_json()))
     loaded = TrainState.from_json(7, saved, started=0.0)
-    assert loaded.before == before
-    assert loaded.after_warmup is None
-    assert loaded.microbatches == state.microbatches
+    assert (loaded.before, loaded.after_warmup, loaded.microbatches) == (before, None, state.microbatches)
     assert loaded.to_json() | {"earlier_seconds": 0.0} == state.to_json() | {"earlier_seconds": 0.0}
     assert loaded.earlier_seconds == saved["earlier_seconds"] > 0
 
 
-def test_a_resumed_run_tells_of_lost_bad_rows_and_cuts_damaged_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_tells_of_lost_bad_rows_and_cuts_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row("What?", "3", colour) for colour in ("red", "green", "blue")]
     environment = {"name": "geo3k", **files(tmp_path, [row("Bad?", "4") | {"images": []}, *rows])}
     evaluate = SETTINGS["evaluate"] | {"before_training": True}
@@ -260,3 +235,134 @@ def test_a_resumed_run_tells_of_lost_bad_rows_and_cuts_damaged_files(
     assert "bad_rows.jsonl lacks 1 of the rows listed before the checkpoint" in capsys.readouterr().err
     assert (run / "unscored.jsonl").read_bytes() == b'{"step": 1, "reason": "x"}\n'
     assert len(list(map(json.loads, (run / "bad_rows.jsonl").read_bytes().splitlines()))) == 1
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[5] ^= 0x40
+    file.write_bytes(content)
+
+
+def zero_page(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:100] + bytes(4096) + content[100 + 4096 :])
+
+
+def latest(folder: Path) -> SavedCheckpoint:
+    found = Checkpoints(folder, keep=2).latest()
+    assert found is not None
+    return found
+
+
+def test_the_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    for name in ("a", "inner/b"):
+        (tmp_path / name).write_bytes(name.encode() * 100_000)
+    write_manifest(tmp_path)
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    lines = "".join(f"{entry['sha256']}  {name}\n" for name, entry in manifest.items())
+    subprocess.run(["sha256sum", "--check", "--strict"], input=lines, text=True, cwd=tmp_path, check=True)
+    assert [entry["bytes"] for entry in manifest.values()] == [100_000, 700_000]
+
+
+@table(
+    ("spoil", "problem"),
+    [
+        (lambda folder: flip(folder / "b"), "b differs from what was written"),
+        (lambda folder: os.truncate(folder / "b", 50 * 255 - 1), "b differs from what was written"),
+        (lambda folder: zero_page(folder / "b"), "b differs from what was written"),
+        (lambda folder: (folder / "b").unlink(), "b is missing"),
+        (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
+        (lambda folder: (folder / MANIFEST).write_text("{"), "its manifest.json cannot be read (JSONDecodeError"),
+        (lambda folder: (folder / MANIFEST).write_text("[1]"), "its manifest.json cannot be read (AttributeError"),
+        (lambda folder: (folder / MANIFEST).write_text('{"b": 1}'), "its manifest.json cannot be read (TypeError"),
+    ],
+)
+def test_every_damage_is_named(spoil: Callable[[Path], object], problem: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(bytes(range(1, 256)) * 50)
+    write_manifest(tmp_path)
+    assert damage(tmp_path) is None
+    spoil(tmp_path)
+    assert (damage(tmp_path) or "").startswith(problem)
+
+
+@pytest.mark.parametrize("content", [None, '{"step": 10}', "[]", '{"step": "20", "order": 1}'])
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(bandit_run(whole))
+    train(bandit_run(broken, max_steps=20))
+    spoiled = broken / "checkpoints" / "step-20"
+    if content is None:
+        flip(spoiled / "table.json")
+    else:
+        (spoiled / "state.json").write_text(content)
+    resumed = bandit_run(broken, resume=True)
+    said = printed_in(resumed)
+    train(resumed)
+    assert said[0] == f"{spoiled} is damaged: it is skipped, and kept as step-20.damaged"
+    assert said[0] in capsys.readouterr().err, "said also where log.progress=false"
+    assert "resumed at step 10" in said[1]
+    assert untimed(broken) == untimed(whole)
+    names = {folder.name for folder in (broken / "checkpoints").iterdir()}
+    assert names == {"step-20", "step-20.damaged", "step-30"}
+    assert latest(broken).step == 30
+    assert damage(spoiled) is None, "saved again on the way"
+
+
+def stopped_run(folder: Path) -> Path:
+    """The checkpoints of a run of twenty steps: those of the tenth and the last."""
+    train(bandit_run(folder, max_steps=20))
+    (folder / "config.yaml").touch()
+    return folder / "checkpoints"
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
+    checkpoints = stopped_run(tmp_path)
+    (checkpoints / "step-20").rename(checkpoints / "step-30")
+    found = latest(tmp_path)
+    assert (found.step, found.passed_over) == (10, (checkpoints / "step-30",))
+
+
+def test_a_checkpoint_of_an_earlier_format_is_refused_with_the_version_that_wrote_it(tmp_path: Path) -> None:
+    """Neither read nor passed over for an older one."""
+    newest = stopped_run(tmp_path) / "step-20"
+    state = json.loads((newest / "state.json").read_text())
+    del state["format"]
+    (newest / "state.json").write_text(json.dumps(state | {"fingerprint": {"library fovea": "0.0.9"}}))
+    write_manifest(newest)
+    refused = r"step-20: this checkpoint has format 1, .*; Fovea 0\.0\.9 wrote it: resume"
+    for read in (lambda: bandit_run(tmp_path, resume=True), lambda: find_checkpoint(newest)):
+        with pytest.raises(DataError, match=refused):
+            read()
+
+
+def test_without_any_whole_checkpoint_nothing_goes_on(tmp_path: Path) -> None:
+    for folder in stopped_run(tmp_path).iterdir():
+        flip(folder / "table.json")
+    with pytest.raises(DataError, match=r"step-20: this checkpoint is damaged: table\.json .* start over in another"):
+        Checkpoints(tmp_path, keep=2).latest()
+
+
+def test_a_damaged_checkpoint_that_is_named_is_an_error_with_another_to_name(tmp_path: Path) -> None:
+    checkpoints = stopped_run(tmp_path)
+    for step in (10, 20):
+        (checkpoints / f"step-{step}" / "weights").write_bytes(b"weights")
+        write_manifest(checkpoints / f"step-{step}")
+    assert find_checkpoint(checkpoints / "step-20").folder.name == find_checkpoint(tmp_path).folder.name == "step-20"
+    flip(checkpoints / "step-20" / "weights")
+    with pytest.raises(DataError, match=r"step-20: .*weights differs .*; name .*step-10 instead"):
+        find_checkpoint(checkpoints / "step-20")
+    with pytest.raises(DataError, match=r"step-20 is damaged; name .*step-10 for the checkpoint before it"):
+        find_checkpoint(tmp_path)
+
+
+def test_remains_of_a_killed_process_are_cleared_away_on_resume(tmp_path: Path) -> None:
+    train(bandit_run(tmp_path, max_steps=10))
+    checkpoints = tmp_path / "checkpoints"
+    for name in (".step-0.deleted", ".step-30.partial", "step-10-mine"):
+        (checkpoints / name).mkdir()
+    assert Checkpoints(tmp_path, keep=2).resume() is not None
+    assert {path.name for path in checkpoints.iterdir()} == {"step-0", "step-10", "step-10-mine"}

@@ -1,10 +1,18 @@
-"""A run folder belongs to one run."""
+"""A run folder belongs to one run, and to one process at a time."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import os
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +20,9 @@ import pytest
 from fovea.config.describe import describe
 from fovea.config.run import Config
 from fovea.errors import MicrobatchMemoryError, TrainError
+from fovea.processes.owner import Owner
 from fovea.run.folder import open_run_folder
+from fovea.run.lock import LOCK_FILE, locked
 from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit
 from fovea.run.run_dir import link_latest
 from fovea_gym.errors import ConfigError, DataError, ScoreError
@@ -23,12 +33,8 @@ def config(**settings: object) -> Config:
     return Config.model_validate({"model": {"tiny": {}}, **settings})
 
 
-def start(folder: Path, settings: Config) -> None:
-    start_as_set(settings.model_copy(update={"run_dir": str(folder)}))
-
-
-def start_as_set(settings: Config) -> None:
-    with open_run_folder(settings):
+def start(folder: Path | str, settings: Config) -> None:
+    with open_run_folder(settings.model_copy(update={"run_dir": str(folder)})):
         pass
 
 
@@ -96,16 +102,14 @@ def test_a_run_that_has_taken_no_step_names_the_way_out(tmp_path: Path) -> None:
 
 def test_a_size_of_micro_batches_outlives_a_start_that_ran_out_of_memory(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with (
-        pytest.raises(MicrobatchMemoryError),
-        open_run_folder(config(run_dir=str(folder))),
-        leaving_limit(folder, setting=1000),
-    ):
+    opened = open_run_folder(config(run_dir=str(folder)))
+    with pytest.raises(MicrobatchMemoryError), opened, leaving_limit(folder, setting=1000):
         raise MicrobatchMemoryError("memory ran out on rank 1", next_max_tokens=500)
     assert left_limit(folder) == MicrobatchTokens(setting=1000, limit=500)
 
 
-def test_a_pattern_gives_every_run_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_with_a_time_gives_every_run_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with open_run_folder(config()) as one, open_run_folder(config()) as two, open_run_folder(config()) as three:
         folders = {each.run_dir for each in (one, two, three)}
@@ -113,11 +117,7 @@ def test_a_pattern_gives_every_run_a_folder_of_its_own(tmp_path: Path, monkeypat
         assert all(re.fullmatch(r"runs/shapes-\d{8}-\d{6}(-\d)?", folder) for folder in folders)
         assert f"run_dir: {one.run_dir}\n" in (tmp_path / one.run_dir / "config.yaml").read_text()
     with pytest.raises(ConfigError, match=r"run_dir=runs/\{name\}-\{time\} is a new folder every time; .* runs/latest"):
-        start_as_set(config(resume="auto"))
-
-
-def test_a_run_dir_without_a_time_is_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+        start(config().run_dir, config(resume="auto"))
     with open_run_folder(config(run_dir="~/{name}")) as named:
         assert named.run_dir == f"{tmp_path}/shapes"
 
@@ -133,12 +133,6 @@ def test_the_latest_of_the_runs_with_a_time_is_linked_and_a_resumed_one_stays_in
     (tmp_path / "latest").mkdir()
     link_latest(tmp_path / "shapes-20261122-100000")
     assert not (tmp_path / "latest").is_symlink(), "a folder of the user's"
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"run_dir=.*file/run cannot be written: .*; set another run_dir"):
-        start(tmp_path / "file" / "run", config())
 
 
 def test_a_resume_that_would_end_before_it_begins_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -169,12 +163,18 @@ def test_resume_may_not_change_what_is_computed(changed: dict[str, object], mess
         start(tmp_path, config(resume="auto", **changed))
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]"])
-def test_a_broken_config_is_one_line(content: str, tmp_path: Path) -> None:
+def test_a_broken_config_and_a_folder_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
     written = holds_a_run(tmp_path) / "config.yaml"
-    written.write_text(content)
-    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read, so its run cannot be resumed"):
-        start(tmp_path, config(resume="auto"))
+    for content in ("", "{", "[1]"):
+        written.write_text(content)
+        with pytest.raises(ConfigError, match=r"config\.yaml cannot be read, so its run cannot be resumed"):
+            start(tmp_path, config(resume="auto"))
+    with pytest.raises(ConfigError, match=r"run_dir=.*config.yaml/run cannot be written: .*; set another run_dir"):
+        start(written / "run", config())
+
+
+PACE = {"learning_rate": 1e-7, "max_grad_norm": 0.1, "max_skipped_updates": 9}
+ROWS_OF_100 = {"max_tokens_per_microbatch": 100}
 
 
 @pytest.mark.parametrize(
@@ -182,14 +182,8 @@ def test_a_broken_config_is_one_line(content: str, tmp_path: Path) -> None:
     [
         ({"max_steps": 20, "log": {"tensorboard": False}, "checkpoint": {"keep": 1}}, "max_steps: 20"),
         # what made the run diverge, and a batch that did not fit
-        (
-            {"train": {"learning_rate": 1e-7, "max_grad_norm": 0.1, "lr_schedule": "linear", "max_skipped_updates": 9}},
-            "learning_rate: 1.0e-07",
-        ),
-        (
-            {"train": {"max_tokens_per_microbatch": 100}, "rollout": {"engine": {"max_batch_tokens": 99_999}}},
-            "max_tokens_per_microbatch: 100",
-        ),
+        ({"train": {"lr_schedule": "linear", **PACE}}, "learning_rate: 1.0e-07"),
+        ({"train": ROWS_OF_100, "rollout": {"engine": {"max_batch_tokens": 99_999}}}, "max_tokens_per_microbatch: 100"),
     ],
 )
 def test_resume_may_change_how_it_goes_on(changed: dict[str, object], line: str, tmp_path: Path) -> None:
@@ -200,11 +194,10 @@ def test_resume_may_change_how_it_goes_on(changed: dict[str, object], line: str,
 
 def test_what_may_change_stands_beside_the_field() -> None:
     may_change = {setting.key for setting in describe() if setting.may_change}
-    assert {"max_steps", "log.progress", "evaluate.every_steps", "rollout.engine.reuse_gib"} <= may_change
-    assert {"train.backend.logits_mib", "data.on_bad_row", "model.attention"} <= may_change
-    assert "algorithm.advantage.critic.learning_rate" in may_change
+    free = {"max_steps", "log.progress", "evaluate.every_steps", "rollout.engine.reuse_gib", "train.backend.logits_mib"}
+    free |= {"data.on_bad_row", "model.attention", "algorithm.advantage.critic.learning_rate"}
     fixed = {"seed", "rollout.engine.name", "rollout.engine.decode_weights", "train.betas", "model.path"}
-    assert not fixed & may_change
+    assert (free | fixed) & may_change == free
 
 
 def test_a_setting_that_was_added_since_is_as_by_default(tmp_path: Path) -> None:
@@ -215,3 +208,84 @@ def test_a_setting_that_was_added_since_is_as_by_default(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"algorithm\.entropy_coef=0\.5, but the run in .* began with 0\.0; set it"):
         start(tmp_path, config(resume="auto", algorithm={"entropy_coef": 0.5}))
     start(tmp_path, config(resume="auto"))
+
+
+HOLD = "import sys; from pathlib import Path; from fovea.run.lock import locked\n"
+HOLD += "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+
+
+@contextmanager
+def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock of a folder until its input ends."""
+    arguments = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_process_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+    with holder(tmp_path) as process:
+        named = rf"is in use by process {process.pid} on host {socket.gethostname()}, .* set another run_dir"
+        with pytest.raises(ConfigError, match=named), locked(tmp_path):
+            pass
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == process.pid, "its owner stays named"
+
+
+def test_this_process_cannot_take_it_twice(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass
+
+
+def test_an_owner_on_another_host_is_for_the_user_to_judge(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(Owner(host="node-17", pid=4, started="1"))))
+    refused = r"locked by process 4 on host node-17, .* delete .*run\.lock"
+    with pytest.raises(ConfigError, match=refused), locked(tmp_path):
+        pass
+    (tmp_path / LOCK_FILE).unlink()
+    with locked(tmp_path):
+        pass
+
+
+def test_a_killed_process_is_in_nobodys_way_and_another_one_with_its_pid_is_told_apart(tmp_path: Path) -> None:
+    with holder(tmp_path) as process:
+        owner = Owner(**json.loads((tmp_path / LOCK_FILE).read_text()))
+        assert (owner.pid, owner.is_alive) == (process.pid, True)
+        assert not replace(owner, started="1").is_alive
+        process.kill()
+        process.wait()
+        assert not owner.is_alive
+    assert (tmp_path / LOCK_FILE).read_text(), "it could not clean up"
+    with locked(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+
+
+def test_without_locks_of_the_file_system_the_owner_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file system of a test machine lacks them, so the error of one that does stands in."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with holder(tmp_path) as process:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        with pytest.raises(ConfigError, match=rf"in use by process {process.pid}"), locked(tmp_path):
+            pass
+        process.kill()
+        process.wait()
+        with locked(tmp_path):
+            pass
+
+
+def test_the_lock_of_a_folder_that_its_run_deletes_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = fcntl.flock
+
+    def delete_first(file: object, how: int) -> None:
+        (tmp_path / LOCK_FILE).unlink()  # the run that failed: between the opening of the file and its lock
+        take(file, how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fcntl, "flock", delete_first)
+    with pytest.raises(ConfigError, match=r"was just deleted by a run that ended .* start again"), locked(tmp_path):
+        pass

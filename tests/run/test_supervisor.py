@@ -13,19 +13,18 @@ from fovea.errors import MicrobatchMemoryError, ParityError, TrainError
 from fovea.run.signals import SAME_SIGNAL_SECONDS, Stop
 from fovea.run.supervisor import Child, Restarts, cause_of_death, supervise
 from fovea_gym.errors import ClusterError, ConfigError, OutOfMemoryError
+from gym_tests.tables import table
 from tests.saved import make_checkpoint
-
-KILLED = -signal.SIGKILL
 
 
 def restarts(folder: Path, **settings: object) -> Restarts:
     return Restarts(Config.model_validate({"model": {"tiny": {}}, **settings}), folder)
 
 
-@pytest.mark.parametrize(
+@table(
     ("code", "cause"),
     [
-        (KILLED, "killed by signal 9 (Killed)"),
+        (-signal.SIGKILL, "killed by signal 9 (Killed)"),
         (-signal.SIGSEGV, "killed by signal 11 (Segmentation fault)"),
         (-signal.SIGRTMAX, f"killed by signal {signal.SIGRTMAX} (Real-time signal 30)"),
         (ClusterError.exit_code, "a worker process failed"),
@@ -61,19 +60,18 @@ def test_an_attempt_resumes_once_there_is_a_checkpoint(tmp_path: Path) -> None:
     assert run.words()[1:] == [f'run_dir="{tmp_path}"', "resume=auto"]
 
 
-@pytest.mark.parametrize("named", ["never", "checkpoints/step-10"])
-def test_later_checkpoints_that_were_there_are_never_resumed(named: str, tmp_path: Path) -> None:
+def test_later_checkpoints_that_were_there_are_never_resumed(tmp_path: Path) -> None:
     """The first attempt may have died before it could say that the folder holds a run, or put later ones aside."""
     for step in (10, 20):
         make_checkpoint(tmp_path, step)
-    run = restarts(tmp_path, max_restarts=2, resume=named if named == "never" else str(tmp_path / named))
-    run.count()
-    assert "resume=auto" not in run.words()
-    if named == "never":
-        return
+    resumed = ("never", str(tmp_path / "checkpoints" / "step-10"))
+    new, named = (restarts(tmp_path, max_restarts=2, resume=resume) for resume in resumed)
+    for run in (new, named):
+        run.count()
+        assert "resume=auto" not in run.words()
     (tmp_path / "checkpoints" / "step-20").rename(tmp_path / "checkpoints" / "step-20.later")
-    run.count()
-    assert "resume=auto" in run.words()
+    named.count()
+    assert "resume=auto" in named.words()
 
 
 def test_a_checkpoint_that_is_written_again_is_a_new_one(tmp_path: Path) -> None:
@@ -126,7 +124,7 @@ def test_the_child_is_not_a_fovea_of_the_working_directory(tmp_path: Path, monke
     assert supervise(config, ["--help"]) == 0
 
 
-def test_the_end_of_torchrun_may_be_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_may_signal_twice_and_elsewhere_a_second_signal_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     now = [100.0]
     monkeypatch.setattr("fovea.run.signals.perf_counter", lambda: now[0])
@@ -138,10 +136,7 @@ def test_the_end_of_torchrun_may_be_told_twice(monkeypatch: pytest.MonkeyPatch) 
         now[0] += 2 * SAME_SIGNAL_SECONDS
         with pytest.raises(SystemExit):
             stop.receive(signal.SIGTERM, None)
-
-
-def test_without_torchrun_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     stop = Stop()
     with pytest.raises(SystemExit), stop.after_step():  # noqa: PT012 (the same)
         stop.receive(signal.SIGTERM, None)

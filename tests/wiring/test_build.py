@@ -21,6 +21,7 @@ from fovea.commands.exporting.export import export
 from fovea.commands.targets import find_checkpoint, open_checkpoint
 from fovea.config.loading import load_config
 from fovea.config.run import Config
+from fovea.data.prompt_source import PromptedTask
 from fovea.errors import TrainError
 from fovea.loop import train
 from fovea.models.processor import load_processor
@@ -35,15 +36,7 @@ from fovea.utils.installing import pip_install
 from fovea.wiring import model as wired_model
 from fovea.wiring.backends import open_backends, placement_of
 from fovea.wiring.environment import make_environment
-from fovea.wiring.model import (
-    MODEL_FOLDER,
-    liger_kernels,
-    liger_note,
-    locate_model,
-    open_vlm,
-    runs_liger,
-    tokenizer_corpus,
-)
+from fovea.wiring.model import MODEL_FOLDER, liger_kernels, locate_model, open_vlm, runs_liger, tokenizer_corpus
 from fovea.wiring.outputs import model_table
 from fovea_gym.environments.access import Access
 from fovea_gym.environments.base import Environment, Split
@@ -54,6 +47,7 @@ from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.settings.splits import EnvironmentSettings
 from fovea_gym.types import Task
 from fovea_gym.utils.event_loop import wait_for
+from gym_tests.tables import table
 from tests.records import sample_of
 from tests.tiny_models import mixed_prompts, save, tiny, tower_passes
 from tests.wiring.small import SMALL, run_of
@@ -62,9 +56,7 @@ from tests.wiring.small import SMALL, run_of
 @pytest.mark.parametrize(
     ("model", "cached"), [({}, False), ({"freeze_vision_tower": True}, True), ({"lora": {"rank": 2}}, True)]
 )
-def test_features_are_cached_exactly_when_the_tower_is_frozen(
-    model: dict[str, object], cached: bool, tmp_path: Path
-) -> None:
+def test_features_are_cached_where_the_tower_is_frozen(model: dict[str, object], cached: bool, tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"tiny": {}, **model}, **SMALL})
     environment = Shapes(config.environment, 0)  # type: ignore[arg-type]
     vlm = open_vlm(config, locate_model(config, tmp_path, lambda: environment), banned_ids=())
@@ -89,7 +81,7 @@ def test_what_one_process_on_a_cpu_cannot_have(backend: dict[str, object], messa
         run_of(tmp_path, train={"backend": backend}, model={"tiny": {}, "device": "cpu"})
 
 
-@pytest.mark.parametrize(
+@table(
     ("setting", "device", "installed", "runs"),
     [
         ("auto", "cuda", True, True),
@@ -107,33 +99,35 @@ def test_liger_kernels_run_by_default_where_they_can(
     config = Config.model_validate({"model": {"tiny": {}}, "train": {"backend": {"liger_kernels": setting}}})
     assert runs_liger(config, torch.device(device)) is runs
     if setting == "auto" and device == "cuda":
-        note = liger_note(runs)
+        note = wired_model.liger_note(runs)
         assert note.startswith("slow: ") is not installed
         assert (pip_install("liger") in note) is not installed
 
 
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger_kernel is installed")
 def test_liger_kernels_need_their_package() -> None:
-    with pytest.raises(
-        MissingExtraError, match=rf"liger_kernel is not installed; {re.escape(pip_install('liger'))}, or set"
-    ):
+    install = re.escape(pip_install("liger"))
+    with pytest.raises(MissingExtraError, match=rf"liger_kernel is not installed; {install}, or set"):
         liger_kernels(torch.device("cuda"))
 
 
 ANSWER = np.arange(5, 8)
 
 
-def one_sample(run: Run) -> Batch:
-    """An answer to the first row."""
+def first_row(run: Run) -> PromptedTask:
     row = run.sources.train.get(0)
     assert row is not None
-    return Batch(groups=(SampleGroup(prompt=row.prompt, samples=(sample_of(ANSWER),)),))
+    return row
+
+
+def one_sample(run: Run) -> Batch:
+    """An answer to the first row."""
+    return Batch(groups=(SampleGroup(prompt=first_row(run).prompt, samples=(sample_of(ANSWER),)),))
 
 
 def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None:
     run = run_of(tmp_path, model={"tiny": {}, "max_pixels": 32 * 32}, rollout={"temperature": 0.7, "max_new_tokens": 3})
-    row = run.sources.train.get(0)
-    assert row is not None
+    row = first_row(run)
     assert row.prompt.images[0].tensors["image_grid_thw"].tolist() == [1, 4, 4]
     policy: TorchPolicy = run.policy.trained  # type: ignore[attr-defined, assignment]
     packed = pack_row(policy.vlm.family, [row.prompt], [[ANSWER]], policy.vlm.device)
@@ -147,8 +141,7 @@ def test_each_split_comes_from_its_own_rows(tmp_path: Path) -> None:
     sources = run_of(tmp_path).sources
     for name, size in (("train", 12), ("dev", 4), ("test", 8)):
         tasks = getattr(sources, name).tasks
-        assert len(tasks) == size
-        assert tasks[0].id.startswith(name)
+        assert (len(tasks), tasks[0].id.partition("/")[0]) == (size, name)
 
 
 @pytest.mark.parametrize(
@@ -178,16 +171,7 @@ def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: P
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_kind_that_no_row_has_cannot_be_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: object) -> None:
-        raise AssertionError("the model was loaded first")
-
-    monkeypatch.setattr("fovea.wiring.run.open_backends", load)
-    with pytest.raises(ConfigError, match=r"no dev row is of kind existance.*the kinds are colour, counting, exis"):
-        run_of(tmp_path, warmup={"stop_kind_accuracy": {"existance": 0.7}})
-
-
-def test_where_metrics_go_is_opened_before_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_and_trackers_are_looked_at_before_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing key of W&B should not cost the minutes that a large model takes to load."""
     opened = list[str]()
 
@@ -198,6 +182,8 @@ def test_where_metrics_go_is_opened_before_the_model(tmp_path: Path, monkeypatch
     monkeypatch.setattr("fovea.wiring.run.open_backends", load)
     with pytest.raises(ConfigError, match=r"opened before: .'trackers'"):
         run_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"no dev row is of kind existance.*the kinds are colour, counting, exis"):
+        run_of(tmp_path, warmup={"stop_kind_accuracy": {"existance": 0.7}})
 
 
 def test_bad_rows_are_skipped_when_the_words_are_learned() -> None:
@@ -232,9 +218,7 @@ def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("critic", "rate"), [({}, 0.02), ({"trunk": "separate"}, 0.02), ({"learning_rate": 0.5}, 0.5)])
-def test_the_critics_rate_follows_the_policys_unless_it_is_set(
-    critic: dict[str, object], rate: float, tmp_path: Path
-) -> None:
+def test_a_critics_rate_follows_the_policys_unless_set(critic: dict[str, object], rate: float, tmp_path: Path) -> None:
     """1e-5 beside 5e-7, at any scale (decision 009)."""
     train = {"learning_rate": 1e-3, "lr_warmup_steps": 0}
     run = run_of(tmp_path, algorithm={"name": "ppo", "advantage": {"critic": critic}}, train=train)
@@ -275,8 +259,7 @@ def test_the_folder_is_the_model_bit_for_bit(family: str, tmp_path: Path) -> Non
     made = make_tiny(config.model.tiny, tokenizer_corpus(shapes(config), "error"), config.seed)
     network = AutoModelForImageTextToText.from_pretrained(tmp_path / MODEL_FOLDER, dtype="float32")
     for (name, ours), (other, found) in zip(made.network.named_parameters(), network.named_parameters(), strict=True):
-        assert name == other
-        assert torch.equal(ours, found), name
+        assert (name, torch.equal(ours, found)) == (other, True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / MODEL_FOLDER)
     assert tokenizer.get_vocab() == made.processor.tokenizer.get_vocab()
     assert tokenizer.chat_template == made.processor.chat_template
@@ -314,9 +297,8 @@ def test_resume_and_export_read_the_folder_or_make_that_of_an_old_run(tmp_path: 
 )
 def test_servers_want_one_leader(backend: str, advice: str) -> None:
     engine = {"name": "vllm_servers", "servers": ("http://127.0.0.1:8000",), "weights_dir": "weights"}
-    config = Config.model_validate(
-        {"model": {"path": "models/any"}, "rollout": {"engine": engine}, "train": {"backend": {"name": backend}}}
-    )
+    given = {"model": {"path": "models/any"}, "rollout": {"engine": engine}, "train": {"backend": {"name": backend}}}
+    config = Config.model_validate(given)
     with pytest.raises(ConfigError, match=rf"vllm_servers with 2 workers.*{advice}"):
         placement_of(config, 2)
 
@@ -325,9 +307,7 @@ def test_servers_want_one_leader(backend: str, advice: str) -> None:
     ("python", "there"),
     [("env/bin/python", "{here}/env/bin/python"), ("python", "python"), ("~/bin/py", "{home}/bin/py")],
 )
-def test_workers_on_ray_get_an_interpreter_that_they_find(
-    python: str, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_on_ray_find_python(python: str, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have another working directory; where the link to an interpreter leads is not an environment."""
     monkeypatch.chdir(tmp_path)
     Path("env/bin").mkdir(parents=True)
@@ -343,13 +323,9 @@ def test_workers_on_ray_get_an_interpreter_that_they_find(
         monkeypatch.setattr(f"fovea.wiring.backends.{name}", lambda: None)
     ray = SimpleNamespace(RayWorkers=stop)
     monkeypatch.setattr("fovea.wiring.backends.importlib", SimpleNamespace(import_module=lambda _: ray))
-    config = Config.model_validate(
-        {
-            "model": {"path": str(save(tiny("qwen3_vl"), tmp_path / "model"))},
-            "rollout": {"engine": {"name": "vllm", "python": python}},
-            "cluster": {"gpus_per_node": 1},
-        }
-    )
+    model = {"path": str(save(tiny("qwen3_vl"), tmp_path / "model"))}
+    rollout = {"engine": {"name": "vllm", "python": python}}
+    config = Config.model_validate({"model": model, "rollout": rollout, "cluster": {"gpus_per_node": 1}})
     with pytest.raises(Stopped) as stopped:
         open_backends(config, config.model, load_processor(config.model))
     assert str(stopped.value) == there.format(here=os.getcwd(), home=Path.home())
@@ -373,10 +349,7 @@ class WithoutSeed(Returning):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            WithoutSeed(),
-            r"takes \(access: .*\) .*, but is called as make\(access, seed\); write def make\(self, access, ",
-        ),
+        (WithoutSeed(), r"takes \(access: .*\) .*, but is called as make\(access, seed\); write def make\(self, acc"),
         (Returning(), "returned None, which is not an environment; return an environment"),
         (Returning(returned=7), "returned an object of type int, which is not an environment; return an env"),
         (Returning(returned=Path), "returned Path, which is not an environment; return an object of it"),

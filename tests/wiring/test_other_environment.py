@@ -42,7 +42,7 @@ def interpreter(folder: Path, script: str) -> Path:
     return path
 
 
-def test_it_imports_nothing_of_the_trainers_environment_or_working_directory(
+def test_it_imports_nothing_of_the_trainers_environment_or_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, here = tmp_path / "theirs", tmp_path / "here"
@@ -50,17 +50,16 @@ def test_it_imports_nothing_of_the_trainers_environment_or_working_directory(
         folder.mkdir()
         (folder / "torch.py").write_text("raise ValueError('not that of the environment')")
     monkeypatch.chdir(here)
-    monkeypatch.setenv("PYTHONPATH", str(theirs))
-    monkeypatch.setenv("PYTHONHOME", str(theirs))
-    monkeypatch.setenv("VIRTUAL_ENV", str(theirs))
+    for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+        monkeypatch.setenv(name, str(theirs))
     python = interpreter(tmp_path / "bin", f'env > {tmp_path}/env; exec {sys.executable} "$@"')
     # the interpreter of this test has no vLLM: all imports before that have succeeded
     with pytest.raises(ConfigError, match=r"rollout\.engine=vllm .* is not installed"):
         make(tmp_path, "../bin/python")
     variables = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
     assert not variables.keys() & {"PYTHONHOME", "VIRTUAL_ENV"}
-    assert variables["PATH"].split(os.pathsep)[0] == str(python.parent)
-    assert variables["PYTHONPATH"] == str(Path(__file__).parents[2])
+    found = (variables["PATH"].split(os.pathsep)[0], variables["PYTHONPATH"])
+    assert found == (str(python.parent), str(Path(__file__).parents[2]))
 
 
 def test_an_installed_fovea_is_not_lent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

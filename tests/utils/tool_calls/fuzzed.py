@@ -16,29 +16,12 @@ from fovea_gym.types import ToolCall, ToolSpec
 TEMPLATES = {"json": "qwen3_vl.jinja", "xml": "qwen3_5_nothink.jinja", "gemma": "gemma4_v5.jinja"}
 """A family's template for each format, as TRL keeps them."""
 WORDS = (
-    "zoom",
-    "rot",
-    "x",
-    "Größe",
-    "雪",
-    "a b",
-    'say "hi"',
-    "back\\slash",
-    "two\nlines",
-    "{brace}",
-    "[1, 2]",
-    "5",
-    "é'",
+    *("zoom", "rot", "x", "Größe", "雪", "a b", 'say "hi"', "back\\slash", "two\nlines"),
+    *("{brace}", "[1, 2]", "5", "é'"),
 )
-TYPES: tuple[dict[str, Any], ...] = (
-    {"type": "string"},
-    {"type": "integer"},
-    {"type": "number"},
-    {"type": "boolean"},
-    {"type": "array", "items": {"type": "number"}},
-    {"type": "array", "items": {"type": "string"}},
-    {"type": "object"},
-)
+SCALARS = tuple({"type": name} for name in ("string", "integer", "number", "boolean"))
+ARRAYS = tuple({"type": "array", "items": {"type": name}} for name in ("number", "string"))
+TYPES: tuple[dict[str, Any], ...] = (*SCALARS, *ARRAYS, {"type": "object"})
 
 
 @cache

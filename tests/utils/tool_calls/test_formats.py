@@ -21,18 +21,9 @@ RESPONSES: dict[str, Any] = {"json": qwen3_template, "xml": qwen3_5_template, "g
 """transformers' parsers of whole answers."""
 ENDS = {"json": "<|im_end|>\n", "xml": "<|im_end|>\n", "gemma": "<|tool_response>"}
 PREFIXES = {"json": "<|im_start|>assistant\n", "xml": "<|im_start|>assistant\n", "gemma": "<|turn>model\n"}
-AREA = ToolSpec(
-    name="area",
-    description="",
-    parameters={
-        "properties": {
-            "side": {"type": "number"},
-            "unit": {"type": "string"},
-            "exact": {"type": "boolean"},
-            "box": {"anyOf": [{"type": "array"}, {"type": "null"}]},
-        }
-    },
-)
+PROPERTIES: dict[str, Any] = {"side": {"type": "number"}, "unit": {"type": "string"}, "exact": {"type": "boolean"}}
+PROPERTIES["box"] = {"anyOf": [{"type": "array"}, {"type": "null"}]}
+AREA = ToolSpec(name="area", description="", parameters={"properties": PROPERTIES})
 
 
 @table("name", TEMPLATES)
@@ -46,9 +37,8 @@ def test_fuzzed_calls_are_written_as_by_the_template_and_read_as_by_transformers
         written = calls_of.written(text, calls)
         assert written + ENDS[name] == answer_by_template(TEMPLATES[name], text, calls), seed
         assert list(calls_of.parse(written, tools)) == calls, seed
-        read: Any = parse_response(
-            written, RESPONSES[name], prefix=PREFIXES[name], tools=[as_listed(tool) for tool in tools]
-        )
+        listed = [as_listed(tool) for tool in tools]
+        read: Any = parse_response(written, RESPONSES[name], prefix=PREFIXES[name], tools=listed)
         theirs = [(each["function"]["name"], each["function"]["arguments"]) for each in read["tool_calls"]]
         assert theirs == [(call.name, call.arguments) for call in calls], seed
 
@@ -99,8 +89,7 @@ def test_a_malformed_call_says_what_is_wrong_and_the_right_form(name: str, text:
     assert isinstance(found, BadCall)
     assert says in found.problem
     assert "; write <" in found.problem
-    assert len(found.problem) < 300
-    assert "\n" not in found.problem
+    assert (len(found.problem) < 300, "\n" in found.problem) == (True, False)
 
 
 def test_an_answer_without_a_call_and_a_thought_of_one_call_nothing() -> None:
