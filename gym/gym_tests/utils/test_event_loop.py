@@ -1,19 +1,24 @@
-"""Coroutines from ordinary code, how they end, and event loops that stop within a watched call."""
+"""Coroutines from ordinary code, work ahead, loops that stop within a watched call, and child processes."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
+import psutil
 import pytest
 
-from fovea_gym.utils.event_loop import BackgroundLoop, gather_or_cancel, wait_for
+from fovea_gym.processes.child import ChildProcess
+from fovea_gym.utils.event_loop import BackgroundLoop, Prefetch, gather_or_cancel, wait_for
 
 
 async def press_ctrl_c() -> None:
@@ -201,3 +206,77 @@ def test_the_watcher_ends_with_its_process() -> None:
     while Path(f"/proc/{children[0]}").exists():
         assert time.monotonic() < deadline, "left behind"
         time.sleep(0.05)
+
+
+SECONDS = 30.0
+
+
+def blocked() -> tuple[threading.Event, Callable[[], int]]:
+    """An event, and work that waits for it."""
+    event = threading.Event()
+
+    def work() -> int:
+        assert event.wait(SECONDS)
+        return 0
+
+    return event, work
+
+
+def test_results_and_errors_come_to_who_takes_them() -> None:
+    ahead: Prefetch[str, float] = Prefetch(2, "test")
+    ahead.begin({"half": lambda: 1 / 2, "error": lambda: 1 / 0})
+    futures = dict(ahead.ahead)
+    assert futures["half"].result(SECONDS) == 0.5
+    assert isinstance(futures["error"].exception(SECONDS), ZeroDivisionError)
+    half, error = ahead.take("half"), ahead.take("error")
+    assert half is not None
+    assert half() == 0.5
+    assert error is not None
+    with pytest.raises(ZeroDivisionError):
+        error()
+    assert ahead.take("half") is None, "taken before"
+
+
+def test_what_is_not_begun_is_left_to_the_caller_and_what_is_dropped_never_runs() -> None:
+    event, work = blocked()
+    ran: list[str] = []
+    ahead: Prefetch[str, int] = Prefetch(1, "test")
+    ahead.begin({"first": work, "second": lambda: ran.append("second") or 0, "third": lambda: ran.append("third") or 0})
+    assert ahead.take("second") is None, "the only thread is on the first"
+    ahead.begin({"fourth": lambda: 4})
+    assert set(ahead.ahead) == {"fourth"}, "no more is kept than was asked for last"
+    event.set()
+    assert ahead.ahead["fourth"].result(SECONDS) == 4
+    assert ran == []
+
+
+def test_threads_end_with_their_owner() -> None:
+    ahead: Prefetch[str, int] = Prefetch(3, "ends-with-owner")
+    ahead.begin({"one": lambda: 1})
+    del ahead
+    gc.collect()
+    deadline = time.monotonic() + SECONDS
+    while any(thread.name == "ends-with-owner" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_child_whose_watcher_cannot_start_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    before = set(psutil.Process().children())
+    # the watcher's interpreter
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError):
+        ChildProcess(command, os.environ)
+    assert set(psutil.Process().children()) <= before
+
+
+def test_a_process_that_has_the_id_of_a_child_that_ended_is_left_alone() -> None:
+    child = ChildProcess([sys.executable, "-c", ""], os.environ)
+    assert child.wait() == 0
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
+        # as if the kernel had given it the id, which no member of the child's group has any more
+        child._process.pid = other.pid
+        child.close({other.pid})
+        assert other.poll() is None
+        other.kill()
