@@ -34,33 +34,11 @@ from gym_tests.grading import within_a_second
 NUM_CHARS = 60_000
 """Linear readers take some hundredths of a second for so many, quadratic ones three to twenty seconds."""
 FILLS = [
-    *(
-        " ",
-        "\n",
-        "\t",
-        "\r\n",
-        "\u00a0",
-        "a",
-        "A",
-        "1",
-        "-",
-        "+",
-        ".",
-        ",",
-        ":",
-        ";",
-        "!",
-        "'",
-        '"',
-        "`",
-        "*",
-        "_",
-        "#",
-    ),
-    *("=", "<", ">", "|", "/", "\\", "&", "%", "$", "(", ")", "[", "]", "{", "}", "()", "[]", "{}", "1,", "1.", "a b "),
-    *("a, ", "the ", "no, ", "is ", "one ", "(1, 2), ", "[1,2,3,4],", '"box": [', "\\frac{", "\\boxed{", "```", "x:"),
-    *("<think>", "</think> ", "<answer>", "</answer>", "<action>", "<tool_call>", "<function=f>", "\n<parameter=x>"),
-    *("</parameter>\n", "</function>", "<|tool_call>", '<|"|>'),
+    *(" ", "\n", "\t", "\r\n", "\u00a0", "a", "A", "1", "-", "+", ".", ",", ":", ";", "!", "'", '"', "`", "*", "_"),
+    *("#", "=", "<", ">", "|", "/", "\\", "&", "%", "$", "(", ")", "[", "]", "{", "}", "()", "[]", "{}", "1,", "1."),
+    *("a b ", "a, ", "the ", "no, ", "is ", "one ", "(1, 2), ", "[1,2,3,4],", '"box": [', "\\frac{", "\\boxed{", "```"),
+    *("x:", "<think>", "</think> ", "<answer>", "</answer>", "<action>", "<tool_call>", "<function=f>"),
+    *("\n<parameter=x>", "</parameter>\n", "</function>", "<|tool_call>", '<|"|>'),
 ]
 PLACES = [
     *("{}", "It is {} 3.", "The answer is{}.", "\\boxed{{{}}}", "<think>a</think><answer>{}</answer>"),

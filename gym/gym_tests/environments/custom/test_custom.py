@@ -45,20 +45,18 @@ def written(file: Path, text: str) -> None:
 
 
 def name_in(spec: str) -> str:
-    function = load_named(spec, "reward")
-    assert callable(function)
-    name = function()
-    assert isinstance(name, str)
-    return name
+    function: Any = load_named(spec, "reward")
+    return str(function())
 
 
-def test_a_module_of_the_working_directory_is_found(tmp_path: Path) -> None:
+def test_modules_are_found_in_the_folder_of_the_file_and_then_in_the_working_directory() -> None:
+    """Also by an import within a function, which comes later."""
     written(Path("sub/mine.py"), "from parts.names import NAME\ndef name(): return NAME\n")
     written(Path("parts/names.py"), "NAME = 'work'")
     assert name_in("sub/mine.py:name") == "work"
-
-
-def test_the_folder_of_the_file_comes_first(tmp_path: Path) -> None:
+    written(Path("late/mine.py"), "def name():\n    from late_name import NAME\n    return NAME\n")
+    written(Path("late/late_name.py"), "NAME = 'late'")
+    assert name_in("late/mine.py:name") == "late"
     for folder in ("sub", "../elsewhere"):
         written(Path(folder, "mine.py"), IMPORTS)
         written(Path(folder, "beside.py"), f"NAME = '{folder}'")
@@ -66,18 +64,11 @@ def test_the_folder_of_the_file_comes_first(tmp_path: Path) -> None:
         assert name_in(f"{folder}/mine.py:name") == folder
 
 
-def test_an_import_within_a_function_is_found_later() -> None:
-    written(Path("sub/mine.py"), "def name():\n    from late_name import NAME\n    return NAME\n")
-    written(Path("sub/late_name.py"), "NAME = 'late'")
-    assert name_in("sub/mine.py:name") == "late"
-
-
 def test_files_of_two_folders_have_their_own_modules_of_one_name() -> None:
     for folder in ("one", "two"):
-        written(Path(folder) / "mine.py", "import parts.more\n" + IMPORTS)
-        written(Path(folder) / "beside.py", f"NAME = '{folder}'")
-        written(Path(folder) / "parts" / "__init__.py", "")
-        written(Path(folder) / "parts" / "more.py", "")
+        modules = {"mine": f"import parts.more\n{IMPORTS}", "beside": f"NAME = '{folder}'"}
+        for name, text in {**modules, "parts/__init__": "", "parts/more": ""}.items():
+            written(Path(folder, f"{name}.py"), text)
     for folder in ("one", "two", "two", "one"):
         assert name_in(f"{folder}/mine.py:name") == folder
     assert {sys.modules[name].__file__ for name in ("beside", "parts", "parts.more")} == {
@@ -85,7 +76,7 @@ def test_files_of_two_folders_have_their_own_modules_of_one_name() -> None:
     }
 
 
-def test_the_modules_of_the_program_stay_its_own(tmp_path: Path) -> None:
+def test_modules_of_the_program_and_installed_packages_stay_what_they_are(tmp_path: Path) -> None:
     written(tmp_path / "program" / "beside.py", "NAME = 'program'")
     sys.path.insert(0, str(tmp_path / "program"))
     import beside  # type: ignore[import-not-found]  # noqa: PLC0415
@@ -94,14 +85,11 @@ def test_the_modules_of_the_program_stay_its_own(tmp_path: Path) -> None:
     written(Path("sub/beside.py"), "NAME = 'sub'")
     assert name_in("sub/mine.py:name") == "sub"
     assert sys.modules["beside"] is beside
-
-
-def test_installed_packages_stay_what_they_are() -> None:
-    written(Path("sub/mine.py"), "import json, numpy, fovea_gym\ndef name(): return numpy.__name__ + json.__name__\n")
+    written(Path("other/mine.py"), "import json, numpy, fovea_gym\ndef name(): return numpy.__name__ + json.__name__\n")
     for name in ("json", "numpy", "fovea_gym"):
-        written(Path(f"sub/{name}.py"), "raise AssertionError")
+        written(Path(f"other/{name}.py"), "raise AssertionError")
     packages = [sys.modules[name] for name in ("json", "numpy", "fovea_gym")]
-    assert name_in("sub/mine.py:name") == "numpyjson"
+    assert name_in("other/mine.py:name") == "numpyjson"
     assert [sys.modules[name] for name in ("json", "numpy", "fovea_gym")] == packages
 
 
@@ -138,6 +126,13 @@ class Returns:
         return lambda *_: self._returned[method]
 
 
+IS_HALF = "is half of a UTF-16 pair, which no tokenizer or file accepts; decode the bytes with errors='replace'"
+IS_PATH = (
+    "Task of id 'train/0' with the image ImageRef(source=PosixPath('a.png') (of type PosixPath)); give encoded bytes, "
+    "a path or URL as a text, a numpy array of RGB values or a Pillow image"
+)
+
+
 def returns(**returned: Any) -> UserEnvironment:
     return UserEnvironment(Returns(**returned), "mine.py:C")
 
@@ -159,19 +154,11 @@ def test_what_is_documented_passes() -> None:
         ([TASK, replace(TASK, answer="x")], "holds two rows of id 'train/0'; give every row of a split a separate id"),
         ([TASK, "row"], "holds 'row' (of type str); return a list of fovea_gym.types.Task"),
         ([replace(TASK, answer=3)], "id 'train/0' with answer=3 (of type int); give a text, such as answer=str(...)"),  # type: ignore[arg-type]
-        (
-            [replace(TASK, question="caf\udce9?")],
-            r"with question='caf\udce9?' (of type str): character 3 is half of a UTF-16 pair, which no tokenizer "
-            "or file accepts; decode the bytes with errors='replace'",
-        ),
+        ([replace(TASK, question="caf\udce9?")], r"with question='caf\udce9?' (of type str): character 3 " + IS_HALF),
         ([replace(TASK, id=3)], "Task of id 3 with id=3 (of type int); give a text, such as id=str(...)"),  # type: ignore[arg-type]
         ([replace(TASK, images=(PICTURE,))], "give a picture as fovea_gym.types.ImageRef(source=picture)"),  # type: ignore[arg-type]
         ([replace(TASK, images=PICTURE)], "(of type Image); give a tuple, images=(ImageRef(source=...),)"),  # type: ignore[arg-type]
-        (
-            [replace(TASK, images=(ImageRef(source=Path("a.png")),))],  # type: ignore[arg-type]
-            "Task of id 'train/0' with the image ImageRef(source=PosixPath('a.png') (of type PosixPath)); give encoded "
-            "bytes, a path or URL as a text, a numpy array of RGB values or a Pillow image",
-        ),
+        ([replace(TASK, images=(ImageRef(source=Path("a.png")),))], IS_PATH),  # type: ignore[arg-type]
     ],
 )
 def test_rows_that_are_none_are_named(tasks: list[Task], problem: str) -> None:
@@ -211,20 +198,14 @@ def test_rows_that_are_made_on_access_are_checked_where_they_come_by() -> None:
 @table(
     ("messages", "problem"),
     [
-        (
-            "Dark or light?",
-            "returned 'Dark or light?' (of type str); return a list of fovea_gym.types.Message, [Message(",
-        ),
+        ("Dark?", "returned 'Dark?' (of type str); return a list of fovea_gym.types.Message, [Message("),
         (PROMPT, "(of type Message); return a list of fovea_gym.types.Message, [Message("),
         ([], "returned [] (of type list); return a list of fovea_gym.types.Message"),
         ([{"role": "user"}], "returned a list that holds {'role': 'user'} (of type dict); return a list of"),
         ([Message(role="human", parts=("?",))], "with role='human' (of type str); set one of system, user, assistant"),  # type: ignore[arg-type]
         ([Message(role="user", parts="Dark?")], "with parts='Dark?' (of type str); give a tuple, such as parts=(task."),
         ([Message(role="user", parts=("\ud800",))], r"with the part '\ud800' (of type str): character 0 is half of a"),
-        (
-            [Message(role="user", parts=(PICTURE, "?"))],
-            "(of type Image); give a picture as fovea_gym.types.ImageRef(source=picture)",
-        ),  # type: ignore[arg-type]
+        ([Message(role="user", parts=(PICTURE, "?"))], "(of type Image); give a picture as fovea_gym.types.ImageRef("),
     ],
 )
 def test_messages_that_are_none_are_named(messages: Any, problem: str) -> None:
@@ -250,19 +231,12 @@ def test_messages_that_are_none_are_named(messages: Any, problem: str) -> None:
 def test_a_demonstration_that_is_none_is_named(answers: Any, problem: str) -> None:
     with pytest.raises(DataError, match=rf"^train/0: mine\.py:C\.demonstration {re.escape(problem)}"):
         returns(demonstration=answers).demonstration(TASK)
-
-
-def test_a_target_is_a_text() -> None:
     with pytest.raises(DataError, match=r"^train/0: mine\.py:C\.target returned the answer 3 \(of type int\); return"):
         returns(target=3).target(TASK)
 
 
-ROW_TASK = Task(
-    id="train/0",
-    question="What is x?",
-    answer="5",
-    row={"data_source": "made", "extra_info": {"split": "train"}, "problem": "What is x?"},
-)
+ROW = {"data_source": "made", "extra_info": {"split": "train"}, "problem": "What is x?"}
+ROW_TASK = Task(id="train/0", question="What is x?", answer="5", row=ROW)
 GOLD, WRONG = r"So x is \boxed{5}.", r"So x is \boxed{6}."
 
 
@@ -313,10 +287,10 @@ def easyr1_batch(reward_inputs: list[dict[str, Any]], format_weight: float = 0.1
 
 
 def easyr1_dapo(
-    reward_inputs: list[dict[str, Any]],
+    reward_inputs: Any,
     max_response_length: int = 8,
     overlong_buffer_length: int = 4,
-    overlong_penalty_factor: float = 1.0,
+    overlong_penalty_factor: float = 1,
 ) -> list[dict[str, float]]:
     """Its penalty of long answers, by the key that newer versions give."""
     scores = []
@@ -405,10 +379,6 @@ def names(task: Any, text: Any, images: Any) -> float:
     return float((task, text, images) == (ROW_TASK, GOLD, []))
 
 
-async def names_async(images: Any, task: Any, text: Any) -> float:
-    return names(task, text, images)
-
-
 @table(
     "function",
     [
@@ -429,6 +399,9 @@ def test_own_names_are_given_by_name_in_any_order(function: Callable[..., Any]) 
 
 
 def test_own_names_of_a_coroutine_are_given_by_name() -> None:
+    async def names_async(images: Any, task: Any, text: Any) -> float:
+        return names(task, text, images)
+
     assert wait_for(checked_reward(names_async, "file.py:names_async")(ROW_TASK, GOLD, [])) == 1  # type: ignore[arg-type]
 
 
@@ -452,10 +425,7 @@ def test_a_mapping_without_a_reward_is_named() -> None:
     ("function", "unknown"),
     [
         (lambda reward_inputs, max_response_length: [], "max_response_length"),
-        (
-            lambda data_source, solution_str, ground_truth, extra_info, reward_model_tokenizer: 0,
-            "reward_model_tokenizer",
-        ),
+        (lambda data_source, solution_str, ground_truth, extra_info, tokenizer: 0, "tokenizer"),
         (lambda data_source, response, ground_truth: 0, "data_source"),
         (lambda answer: 0, "answer"),
         (lambda task, answer, images: 0, "answer"),
@@ -467,12 +437,7 @@ def test_an_unknown_required_parameter_is_refused_with_the_accepted_forms(
     with pytest.raises(ConfigError) as refused:
         checked_reward(function, "file.py:compute_score")
     assert f"reward=file.py:compute_score needs `{unknown}`" in str(refused.value)
-    for form in (
-        "reward(task, text, images)",
-        "reward(completions, **columns)",
-        "data_source, solution_str",
-        "reward_i",
-    ):
+    for form in ("(task, text, images)", "(completions, **columns)", "data_source, solution_str", "reward_i"):
         assert form in str(refused.value)
 
 

@@ -27,7 +27,6 @@ from fovea_gym.environments.grounding.reading import Numbers, read_answer
 from fovea_gym.environments.grounding.shapes import GroundingShapes
 from fovea_gym.environments.shapes.scenes import SHAPES, Spot, Thing, box_of, paint
 from fovea_gym.settings.grounding import REWARD_KINDS, Ask, GroundingShapesEnvironment, RewardKind
-from fovea_gym.types import Task
 from gym_tests.grading import scored
 from gym_tests.tables import table
 
@@ -72,17 +71,12 @@ def test_equal_to_a_raster() -> None:
             hull = (ys.max() - ys.min() + 1) * (xs.max() - xs.min() + 1)
             assert abs(shares[row, column] - both / either) < SAME
             assert abs(general[row, column] - (both / either - (hull - either) / hull)) < SAME
-
-
-def test_iou_is_the_same_in_shares_of_a_picture() -> None:
-    rng = np.random.default_rng(2)
-    ours, theirs = random_boxes(rng, 20, 500), random_boxes(rng, 20, 500)
     size = np.array([640, 333, 640, 333])
-    shares = iou((np.array(ours) / size).tolist(), (np.array(theirs) / size).tolist())
-    assert np.abs(shares - iou(ours, theirs)).max() < 1e-12
+    in_shares = iou((np.array(ours) / size).tolist(), (np.array(theirs) / size).tolist())
+    assert np.abs(in_shares - shares).max() < 1e-12
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 3), (2, 5), (5, 2), (4, 6), (0, 3), (3, 0)])
+@table("shape", [(1, 1), (3, 3), (2, 5), (5, 2), (4, 6), (0, 3), (3, 0)])
 def test_the_best_pairs_are_those_of_all_permutations(shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(3)
     for _ in range(30):
@@ -118,30 +112,19 @@ def test_average_precision_of_a_picture() -> None:
 BOX, POINT = (12.0, 40.0, 30.0, 60.0), (12.0, 40.0)
 
 
-@pytest.mark.parametrize(
+@table(
     "text",
     [
-        "[12, 40, 30, 60]",
-        "12,40,30,60",
-        "(12,40),(30,60)",
-        "(12, 40, 30, 60)",
+        *("[12, 40, 30, 60]", "12,40,30,60", "(12,40),(30,60)", "(12, 40, 30, 60)", "{'bbox': [12.0, 40, 30, 60]}"),
         '{"bbox_2d": [12, 40, 30, 60], "label": "dog"}',
         '```json\n[{"bbox_2d": [12, 40, 30, 60], "label": "dog"}]\n```',
-        "{'bbox': [12.0, 40, 30, 60]}",
-        "<box>(12,40),(30,60)</box>",
-        "<box>[[12, 40, 30, 60]]</box>",
-        "<box>12 40 30 60</box>",
-        r"\boxed{[12, 40, 30, 60]}",
-        r"So \boxed{12, 40, 30, 60}.",
+        *("<box>(12,40),(30,60)</box>", "<box>[[12, 40, 30, 60]]</box>", "<box>12 40 30 60</box>"),
+        *(r"\boxed{[12, 40, 30, 60]}", r"So \boxed{12, 40, 30, 60}.", r"\boxed{1,2,3,4} no: \boxed{12,40,30,60}"),
         "<think>Not [1, 2, 3, 4].</think><answer>[12, 40, 30, 60]</answer>",
         '<answer>```json\n{"bbox_2d": [12, 40, 30, 60]}\n```</answer>',
-        "<answer>[1,2,3,4]</answer> no: <answer>[12, 40, 30, 60]</answer>",
-        r"\boxed{1,2,3,4} no: \boxed{12,40,30,60}",
-        "The box is [12, 40,\n 30, 60].",
-        "\uff3b12\uff0c40\uff0c30\uff0c60\uff3d",
-        "\uff0812\uff0c 40\uff09\uff0c\uff0830\uff0c60\uff09",
-        "\u301012\u300140\u300130\u300160\u3011",
-        "\uff11\uff12\uff0c40\uff0c30\uff0c60",
+        *("<answer>[1,2,3,4]</answer> no: <answer>[12, 40, 30, 60]</answer>", "The box is [12, 40,\n 30, 60]."),
+        *("\uff3b12\uff0c40\uff0c30\uff0c60\uff3d", "\uff0812\uff0c 40\uff09\uff0c\uff0830\uff0c60\uff09"),
+        *("\u301012\u300140\u300130\u300160\u3011", "\uff11\uff12\uff0c40\uff0c30\uff0c60"),
         "[12\uff0c40\uff0c\u300030\uff0c60]",
     ],
 )
@@ -149,19 +132,15 @@ def test_forms_of_one_box(text: str) -> None:
     assert read_answer(text, points=False, most=8).places == (BOX,)
 
 
-@pytest.mark.parametrize(
+@table(
     "text",
     [
-        "(12, 40)",
-        "12,40",
-        "[12, 40]",
+        *("(12, 40)", "12,40", "[12, 40]", "<point>12 40</point>", "<point>(12, 40)</point>"),
         '{"point_2d": [12, 40], "label": "ok"}',
-        "<point>12 40</point>",
-        "<point>(12, 40)</point>",
         "<answer>[{'action': 'click', 'point': [12, 40], 'input_text': 'no input text'}]</answer>",
     ],
 )
-@pytest.mark.parametrize("points", [True, False])
+@table("points", [True, False])
 def test_one_point(text: str, points: bool) -> None:
     assert read_answer(text, points=points, most=8).places == (POINT,)
 
@@ -173,18 +152,11 @@ def test_forms_of_several() -> None:
     assert len(read_answer("[1,2,3,4]" * 99, points=False, most=8).places) == 9
 
 
-@pytest.mark.parametrize(
+@table(
     "text",
     [
-        "",
-        "[nan, 1, 2, 3]",
-        "[1e5, 1, 2, 3]",
-        "[1, 2, 3]",
-        "[1, 2, 3, 4, 5]",
-        "[" + "9" * 30 + ", 1, 2, 3]",
-        "[__import__('os'), 1, 2, 3]",
-        "the red one",
-        "12, 40, 30, 60 or so",
+        *("", "[nan, 1, 2, 3]", "[1e5, 1, 2, 3]", "[1, 2, 3]", "[1, 2, 3, 4, 5]", "[" + "9" * 30 + ", 1, 2, 3]"),
+        *("[__import__('os'), 1, 2, 3]", "the red one", "12, 40, 30, 60 or so"),
     ],
 )
 def test_no_place(text: str) -> None:
@@ -192,13 +164,11 @@ def test_no_place(text: str) -> None:
 
 
 def test_an_answer_may_say_that_there_is_none() -> None:
-    assert read_answer("<answer>[ ]</answer>", points=False, most=8).says_none
-    assert read_answer("None.", points=False, most=8).says_none
-    assert not read_answer("", points=False, most=8).says_none
-    assert not read_answer("[12, 40, 30, 60]", points=False, most=8).says_none
+    texts = ("<answer>[ ]</answer>", "None.", "", "[12, 40, 30, 60]")
+    assert [read_answer(text, points=False, most=8).says_none for text in texts] == [True, True, False, False]
 
 
-@pytest.mark.parametrize("piece", ["[1, ", "(1,2),", "\\boxed{", "```", "<box>", " ", "1", '"bbox":[', "<answer>", "-"])
+@table("piece", ["[1, ", "(1,2),", "\\boxed{", "```", "<box>", " ", "1", '"bbox":[', "<answer>", "-"])
 def test_floods_are_read_in_linear_time(piece: str) -> None:
     started = perf_counter()
     read_answer(piece * (100_000 // len(piece)), points=False, most=64)
@@ -210,14 +180,16 @@ TRUTH = ((0.1, 0.2, 0.5, 0.6),)
 RULES = [(ask, reward) for ask in ("box", "boxes") for reward in REWARD_KINDS[ask]]  # type: ignore[index]
 
 
+def rule(**settings: Any) -> Rule:
+    return Rule(**{"ask": "box", "reward": "iou", **settings})
+
+
 def graded(text: str, truth: tuple[Numbers, ...] = TRUTH, **settings: object) -> Placed:
-    rule: dict[str, object] = {"ask": "box", "reward": "iou", **settings}
-    return grade(text, truth, FRAME, Rule(**rule))  # type: ignore[arg-type]
+    return grade(text, truth, FRAME, rule(**settings))
 
 
 def reward(text: str, truth: tuple[Numbers, ...] = TRUTH, **settings: object) -> float:
-    rule: dict[str, object] = {"ask": "box", "reward": "iou", **settings}
-    return graded(text, truth, **settings).reward(Rule(**rule))  # type: ignore[arg-type]
+    return graded(text, truth, **settings).reward(rule(**settings))
 
 
 def test_one_box() -> None:
@@ -231,14 +203,10 @@ def test_one_box() -> None:
     # intersection and union in cells of a tenth: 4 and 28, in a hull of 36
     corner = "[300,400,700,800]"
     assert reward(corner, reward="giou", format_weight=0) == pytest.approx((1 + 4 / 28 - 8 / 36) / 2)
-    assert reward("nothing") == 0
-    assert reward("") == 0
-
-
-def test_the_last_box_counts_and_the_format_has_one() -> None:
+    assert reward("nothing") == reward("") == 0
+    # the last box counts, and the format has one
     text = "[1,2,3,4] or [100,200,500,600]"
-    assert graded(text).accuracy == 1
-    assert reward(text) == pytest.approx(0.9)
+    assert (graded(text).accuracy, reward(text)) == (1, pytest.approx(0.9))
     assert reward("<think>[1,2,3,4]?</think>[100,200,500,600]") == 1
 
 
@@ -260,7 +228,7 @@ def test_whole_numbers_and_frames_of_shares_are_as_they_were() -> None:
     corner = ((0.0, 0.0, 0.001, 0.001),)
     assert reward("[0,0,1,1]", corner) == 1
     assert reward("[100.5,200.5,500.5,600.5]") > 0.98
-    assert grade("[0.1,0.2,0.5,0.6]", TRUTH, (1.0, 1.0), Rule(ask="box", reward="iou")).parts == {"iou": 1, "format": 1}
+    assert grade("[0.1,0.2,0.5,0.6]", TRUTH, (1.0, 1.0), rule()).parts == {"iou": 1, "format": 1}
 
 
 def test_tags_of_the_format() -> None:
@@ -278,14 +246,8 @@ def test_several_boxes() -> None:
     assert reward(both, truth, ask="boxes", reward="f1") == 1
     one = graded("[100,100,200,200]", truth, ask="boxes", reward="f1")
     assert one.accuracy == pytest.approx(2 / 3)
-    assert one.parts == {
-        "iou": pytest.approx(0.5),
-        "ap50": pytest.approx(51 / 101),
-        "precision": 1,
-        "recall": 0.5,
-        "count": 0,
-        "format": 1,
-    }
+    shares = {"iou": pytest.approx(0.5), "ap50": pytest.approx(51 / 101), "precision": 1, "recall": 0.5}
+    assert one.parts == {**shares, "count": 0, "format": 1}
     assert graded(both[:-1] + ",[0,0,10,10]]", truth, ask="boxes", reward="f1").accuracy == pytest.approx(4 / 5)
     assert graded("[500,500,900,700]", truth, ask="boxes", reward="iou").quality == pytest.approx(2 * 0.5 / 3)
     assert graded("[500,500,900,700]" * 65, truth, ask="boxes", reward="iou").quality == 0
@@ -350,7 +312,7 @@ HEDGES: dict[str, Callable[[Numbers, np.random.Generator], str]] = {
 
 
 @pytest.mark.parametrize(("ask", "kind"), RULES)
-@pytest.mark.parametrize("hedge", HEDGES)
+@table("hedge", HEDGES)
 def test_a_hedge_earns_less_than_an_honest_guess(hedge: str, ask: Ask, kind: RewardKind) -> None:
     rng = np.random.default_rng(5)
     hedged, honest = [], []
@@ -370,12 +332,6 @@ def environment(**settings: Any) -> GroundingShapes:
     return GroundingShapes(GroundingShapesEnvironment(**settings), 0)
 
 
-def pixels_of(task: Task) -> np.ndarray[Any, Any]:
-    source = task.images[0].source
-    assert isinstance(source, np.ndarray)
-    return source
-
-
 @pytest.mark.parametrize("ask", ["box", "boxes", "point"])
 @pytest.mark.parametrize("settings", [{}, {"scale": 48}, {"num_shapes": 6}])
 def test_the_true_answer_earns_full_marks(ask: str, settings: dict[str, Any]) -> None:
@@ -389,7 +345,7 @@ def test_the_true_answer_earns_full_marks(ask: str, settings: dict[str, Any]) ->
             assert find_answer_end(made.target(task) + "]", made.answer_end) == len(made.target(task))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@table("shape", SHAPES)
 def test_a_box_is_that_of_the_drawing(shape: Any) -> None:
     """Of the pixels that the shape has changed, to within its soft edge."""
     spot, rng = Spot(22.3, 19.6, 9.4), np.random.default_rng
@@ -405,24 +361,24 @@ def test_a_box_is_that_of_the_drawing(shape: Any) -> None:
 def test_the_question_names_one_shape_of_several() -> None:
     tasks = environment(scale=48).tasks("train")[:200]
     assert {task.question.split()[-1].rstrip("?") for task in tasks} == set(SHAPES)
-    places = {task.answer for task in tasks}
-    assert len(places) > 150
+    assert len({task.answer for task in tasks}) > 150
     assert all(task.answer.count("[") == 1 for task in tasks)
 
 
 def test_no_scene_is_in_two_splits() -> None:
     made = environment()
-    seen = {split: {pixels_of(task).tobytes() for task in made.tasks(split)[:100]} for split in SPLITS}
+    seen = {
+        split: {np.asarray(task.images[0].source).tobytes() for task in made.tasks(split)[:100]} for split in SPLITS
+    }
     assert seen["train"].isdisjoint(seen["dev"] | seen["test"])
     assert seen["dev"].isdisjoint(seen["test"])
 
 
 def test_a_constant_box_earns_little() -> None:
     made = environment(scale=48)
-    tasks = made.tasks("test")[:100]
-    middle = np.mean([scored(made.graders, task, "[17,17,31,31]").parts["iou"] for task in tasks])
-    whole = np.mean([scored(made.graders, task, "[0,0,48,48]").parts["iou"] for task in tasks])
-    assert max(middle, whole) < 0.2
+    for constant in ("[17,17,31,31]", "[0,0,48,48]"):
+        scores = [scored(made.graders, task, constant) for task in made.tasks("test")[:100]]
+        assert np.mean([score.parts["iou"] for score in scores]) < 0.2
 
 
 def test_a_reward_that_does_not_fit_is_an_error() -> None:
