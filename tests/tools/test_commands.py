@@ -42,13 +42,8 @@ def test_help_lists_each_command_by_the_first_line_of_its_own_help() -> None:
 
 def test_help_imports_no_command_of_the_tools() -> None:
     code = "import sys; from fovea.cli.main import app; app(['--help'], standalone_mode=False); "
-    done = subprocess.run(
-        [sys.executable, "-c", code + "sys.exit('fovea_tools' in sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-c", code + "sys.exit('fovea_tools' in sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "  plan  " in done.stdout
 
@@ -67,35 +62,23 @@ def without_tools(packages: Path, *words: str) -> subprocess.CompletedProcess[st
     """The command `fovea` where only fovea and its gym are installed."""
     # -S: no folder of packages but these
     path = os.pathsep.join(map(str, (ROOT, ROOT / "gym", packages)))
-    return subprocess.run(
-        [sys.executable, "-S", "-m", "fovea", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=packages,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=120,
-    )
+    command, env = [sys.executable, "-S", "-m", "fovea", *words], {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=packages, env=env, timeout=120)
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("typed", "more"),
     [
-        ["plan", "shapes"],
-        ["data", "vqa", "--help"],
-        ["saliency", "runs/shapes"],
-        ["doctor", "--families"],
-        ["doctor", "--gpu", "--cpu"],
+        *(("plan", "shapes"), ("data", "vqa --help"), ("saliency", "runs/shapes")),
+        *(("doctor --families", ""), ("doctor --gpu", "--cpu")),
     ],
-    ids=" ".join,
 )
-def test_without_the_tools_a_line_installs_them(words: list[str], packages: Path) -> None:
-    done = without_tools(packages, *words)
+def test_without_the_tools_a_line_installs_them(typed: str, more: str, packages: Path) -> None:
+    done = without_tools(packages, *typed.split(), *more.split())
     assert done.returncode == 2
-    typed = " ".join(["fovea", *words[: 2 if words[0] == "doctor" else 1]])
     line = done.stderr.splitlines()[-1]
     installs = f"pip install -e '{ROOT / 'tools'}'"
-    assert line == f"error: {typed} comes with the package fovea-rl-tools, which is not installed: {installs}"
+    assert line == f"error: fovea {typed} comes with the package fovea-rl-tools, which is not installed: {installs}"
 
 
 def test_without_the_tools_help_lists_all_commands_and_hints_are_silent(packages: Path) -> None:

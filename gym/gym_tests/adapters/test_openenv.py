@@ -1,7 +1,8 @@
 """Servers of OpenEnv and NeMo-Gym: rows, pictures in every form, actions, tools, rewards and failures.
 
 OpenEnv's server is a stand-in by the published protocol, and the real one where FOVEA_OPENENV_PYTHON names an
-interpreter that has the package `openenv` (0.10.0 passes), whose pins do not go with Fovea's."""
+interpreter that has the package `openenv` (0.10.0 passes), whose pins do not go with Fovea's.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ import base64
 import json
 import os
 import re
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -38,10 +43,31 @@ from fovea_gym.tools.session import ToolUse, WithTools
 from fovea_gym.types import ImageRef, Message, Score, Task, Turn
 from fovea_gym.utils import event_loop
 from fovea_gym.utils.http_json import JsonServer
-from gym_tests.adapters.servers import serving
 from gym_tests.grading import played
 from gym_tests.images import png
 from gym_tests.tables import table
+
+LIMIT_SECONDS = 60
+
+
+@contextmanager
+def serving(interpreter: str, script: Path) -> Iterator[str]:
+    """The address of the server `SCRIPT PORT`, which ends with the block."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([interpreter, str(script), str(port)])
+    try:
+        end = time.monotonic() + LIMIT_SECONDS
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert process.poll() is None, f"{script.name} has ended"
+            assert time.monotonic() < end, f"{script.name} does not answer"
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
 
 SERVER = Path(__file__).parent / "openenv_server.py"
 INTERPRETERS = {"stand-in": sys.executable, "package": os.environ.get("FOVEA_OPENENV_PYTHON", "")}

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fovea_gym.environments.vqa import Vqa, grade_answer
+from fovea_gym.environments.vqa import Vqa
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.graders.vqa_answer import grade
 from fovea_gym.graders.vqa_claim import soft_accuracy
@@ -92,7 +92,7 @@ def test_one_annotator_who_can_be_right_makes_a_row(tmp_path: Path) -> None:
 
 @table("truth", ["3\N{ZERO WIDTH SPACE}", "\N{SOFT HYPHEN}3", "$3$", "three.", "3\N{WORD JOINER}"])
 def test_invisible_characters_and_dollars_are_no_part_of_an_answer(truth: str) -> None:
-    assert grade_answer("3", truth).score == grade_answer(truth, "3").score == 1
+    assert grade("3", truth).score == grade(truth, "3").score == 1
 
 
 OWN = [

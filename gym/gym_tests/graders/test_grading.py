@@ -25,8 +25,7 @@ from gym_tests.bandit import BanditEnvironment
 from gym_tests.grading import score_in_run
 from gym_tests.tables import table
 
-TRUTH_ROW = {"truth": "3"}
-CODE = f"""
+CODE = """
 import sys
 
 sys.modules["babel"] = None  # as if it were not installed
@@ -35,7 +34,7 @@ from fovea_gym.graders.by_name import grader_of
 from fovea_gym.errors import MissingExtraError
 
 for name in ("geo3k", "vqa", "shapes"):
-    print(name, grader_of(name, [])("\\\\boxed{{3}}", {TRUTH_ROW}, "line 1").score)
+    print(name, grader_of(name, [])("\\\\boxed{3}", {"truth": "3"}, "line 1").score)
 try:
     grader_of("geospot", [])
 except MissingExtraError as error:
@@ -61,7 +60,7 @@ class Says:
     opinion: Score
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        return self.given
+        return self.opinion
 
 
 @table(
@@ -150,13 +149,10 @@ BY_TURN, WHOLE = Score(reward=3, accuracy=1, turns=(1, 2)), Score(reward=0.5, ac
 TURNS = (Turn(messages=(), text="first"), Turn(messages=(), text="second"))
 
 
-def test_a_score_of_the_whole_episode_counts_with_the_last_turn() -> None:
+def test_a_score_of_the_whole_episode_counts_with_the_last_turn_and_turns_sum_to_the_reward() -> None:
+    """With a model's share: turns of 1 and 2 at 3/4, the model's .5 at 1/4."""
     assert weighted_turns([(0.5, BY_TURN), (2, WHOLE)], 2) == (0.5, 2)
     assert weighted_turns([(1, WHOLE), (2, WHOLE)], 2) == ()
-
-
-def test_a_models_share_leaves_turns_that_sum_to_the_reward() -> None:
-    """Turns of 1 and 2 at 3/4, the model's .5 at 1/4."""
     grader = WithModelReward(own=Says(BY_TURN), models=[("judge", Says(WHOLE), 0.25)])
     score = asyncio.run(grader.score(ROW, TURNS))
     assert score.turns == (0.75, 1.625)

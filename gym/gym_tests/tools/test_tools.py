@@ -44,7 +44,7 @@ def test_random_expressions_have_the_values_of_python() -> None:
 
 @table(
     ("text", "value"),
-    [("2^3^2", 512.0), ("-2^2", -4.0), ("2^-1", 0.5), ("1e3 + .5", 1000.5), ("--3", 3.0), ("log(e)", 1.0)],
+    [("2^3^2", 512), ("-2^2", -4), ("2^-1", 0.5), ("1e3 + .5", 1000.5), ("--3", 3), ("log(e)", 1)],
 )
 def test_signs_and_powers_bind_as_in_mathematics(text: str, value: float) -> None:
     assert computed(text) == pytest.approx(value)
@@ -58,17 +58,13 @@ def test_signs_and_powers_bind_as_in_mathematics(text: str, value: float) -> Non
         ("9^9^9^9", "no value|beyond 1e"),
         ("9" * 101, "beyond 1e"),
         ("1" + "+1" * 200, "401 characters; the limit is 200"),
-        ("(" * 60 + "1" + ")" * 60, "nests more than 50 deep"),
-        ("-" * 100 + "1", "nests more than 50 deep"),
-        ("1/0", "no value"),
-        ("sqrt(-1)", "no value"),
+        *((text, "nests more than 50 deep") for text in ("(" * 60 + "1" + ")" * 60, "-" * 100 + "1")),
+        *((text, "no value") for text in ("1/0", "sqrt(-1)", "sin(1, 2)")),
         ("(-8)^0.5", "not real"),
         ("min()", "neither a number nor a function"),
-        ("sin(1, 2)", "no value"),
         ("2 3", "where an operator was expected"),
         ("(2", "'\\)' is missing"),
-        ("2 +", "ends where a number was expected"),
-        ("", "ends where a number was expected"),
+        *((text, "ends where a number was expected") for text in ("2 +", "")),
     ],
 )
 def test_other_texts_are_refused_in_one_line(text: str, says: str) -> None:
@@ -78,8 +74,8 @@ def test_other_texts_are_refused_in_one_line(text: str, says: str) -> None:
 
 
 def test_the_tool_answers_with_a_number() -> None:
-    assert text_of(Calculator(), expression="hypot(3, 4) * 2") == "10"
-    assert text_of(Calculator(), expression="2 / 3") == "0.666666666667"
+    texts = [text_of(Calculator(), expression=text) for text in ("hypot(3, 4) * 2", "2 / 3")]
+    assert texts == ["10", "0.666666666667"]
 
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
@@ -236,10 +232,7 @@ def of(result: object) -> Callable[[], object]:
 @table(
     ("result", "parts"),
     [
-        ("text", ["text"]),
-        (3, ["3"]),
-        (True, ["true"]),
-        (np.float32(0.5), ["0.5"]),
+        *(("text", ["text"]), (3, ["3"]), (True, ["true"]), (np.float32(0.5), ["0.5"])),
         ([1, 2.5, [3]], ["[1, 2.5, [3]]"]),
         ({"a": np.int64(2), "b": [1], "ü": "雪"}, ['{"a": 2, "b": [1], "ü": "雪"}']),
         (["seen:", {"n": 1}], ["seen:", '{"n": 1}']),
@@ -309,20 +302,11 @@ def unknown_type(x: Missing) -> int:  # type: ignore[name-defined]  # noqa: F821
 @table(
     ("function", "says"),
     [
-        (
-            no_docstring,
-            "mine.py:tool has no docstring, which the model needs as its description; describe there what it does",
-        ),
+        (no_docstring, "mine.py:tool has no docstring, which the model needs as its description; describe there"),
         (no_type, "mine.py:tool has no type for x; annotate it, such as x: float"),
         (several, r"mine.py:tool takes \*numbers: 'int'; give every argument a separate name"),
-        (
-            undescribed,
-            r"cannot be described .* \(ValueError: the docstring has no description of x\).*every argument below",
-        ),
-        (
-            own_type,
-            r"mine.py:tool cannot be described .* \(ValueError: the type .* has no JSON schema\); use str, int, float",
-        ),
+        (undescribed, r"cannot be described .* \(ValueError: the docstring has no description of x\).*every argument"),
+        (own_type, r"mine.py:tool cannot be described .* \(ValueError: the type .* has no JSON schema\); use str, int"),
         (unknown_type, r"mine.py:tool has a type that cannot be read \(NameError: name 'Missing'"),
         (lambda x: x, r"mine.py:tool has no name \(<lambda>\); write it as def NAME"),
         (3, "mine.py:tool is of type int; name a function or a tool"),
@@ -334,12 +318,11 @@ def test_a_function_that_cannot_be_a_tool_is_named_with_the_fix(function: Any, s
     assert "\n" not in str(caught.value)
 
 
-def leaving() -> str:
-    """Leave the program."""
-    sys.exit(3)
-
-
 def test_a_tool_that_leaves_the_program_is_a_failed_call() -> None:
+    def leaving() -> str:
+        """Leave the program."""
+        sys.exit(3)
+
     with pytest.raises(ToolError, match="leaving raised SystemExit: 3"):
         parts_of(function_tool(leaving, "leaving"))
 
@@ -370,9 +353,8 @@ NUMBER = 3
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "mine.py"
-    path.write_text(TEN_LINES)
-    return path
+    (tmp_path / "mine.py").write_text(TEN_LINES)
+    return tmp_path / "mine.py"
 
 
 def test_tools_are_built_in_or_in_files_and_modules(file: Path) -> None:
@@ -384,8 +366,9 @@ def test_tools_are_built_in_or_in_files_and_modules(file: Path) -> None:
 
 
 @table(
-    ("name", "says"),
+    ("names", "says"),
     [
+        ("zoom {file}:zoom", "zoom and .*mine.py:zoom"),
         ("zooom", "no built-in tool is called zooom; did you mean zoom?"),
         ("browser", "no built-in tool is called browser; name one of zoom, zoom_at, .*, or path/to/file.py:function"),
         ("missing.py:f", "tools=missing.py:f: there is no file missing.py"),
@@ -396,12 +379,7 @@ def test_tools_are_built_in_or_in_files_and_modules(file: Path) -> None:
         ("python", "set allow_python=true if you want that"),
     ],
 )
-def test_a_name_without_a_tool_is_one_line_with_the_fix(name: str, says: str, file: Path) -> None:
+def test_a_name_without_a_tool_or_of_two_is_one_line_with_the_fix(names: str, says: str, file: Path) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        load_tools([name.format(file=file)], allow_python=False)
+        load_tools([*names.format(file=file).split()], allow_python=False)
     assert "\n" not in str(caught.value)
-
-
-def test_two_tools_of_one_name_are_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match=f"zoom and {file}:zoom"):
-        load_tools(["zoom", f"{file}:zoom"], allow_python=False)

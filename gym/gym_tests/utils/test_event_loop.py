@@ -13,39 +13,33 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import psutil
 import pytest
 
 from fovea_gym.processes.child import ChildProcess
 from fovea_gym.utils.event_loop import BackgroundLoop, Prefetch, gather_or_cancel, wait_for
-
-
-async def press_ctrl_c() -> None:
-    raise KeyboardInterrupt
-
-
-async def several() -> None:
-    await asyncio.gather(*(press_ctrl_c() for _ in range(3)), asyncio.sleep(10))
+from gym_tests.tables import table
 
 
 def test_ctrl_c_is_raised_once_and_not_logged_for_every_task(caplog: pytest.LogCaptureFixture) -> None:
+    async def press_ctrl_c() -> None:
+        raise KeyboardInterrupt
+
+    async def several() -> None:
+        await asyncio.gather(*(press_ctrl_c() for _ in range(3)), asyncio.sleep(10))
+
     with pytest.raises(KeyboardInterrupt):
         wait_for(several())
     gc.collect()
     assert caplog.records == []
 
 
-def test_a_result_comes_back_and_an_error_as_it_is() -> None:
-    async def fail() -> None:
-        raise ValueError("so")
-
-    assert wait_for(asyncio.sleep(0, result=3)) == 3
-    with pytest.raises(ValueError, match="so"):
-        wait_for(fail())
-
-
-def test_what_an_error_leaves_pending_has_ended_when_it_is_raised() -> None:
+@table(("gather", "ended_within"), [(asyncio.gather, []), (lambda *tasks: gather_or_cancel(tasks), ["slow"])])
+def test_what_an_error_leaves_pending_has_ended_when_it_is_raised(
+    gather: Callable[..., Any], ended_within: list[str]
+) -> None:
     ended: list[str] = []
 
     async def slow() -> None:
@@ -57,35 +51,17 @@ def test_what_an_error_leaves_pending_has_ended_when_it_is_raised() -> None:
 
     async def fails() -> None:
         await asyncio.sleep(0)
-        raise ValueError("so")
-
-    async def both() -> None:
-        await asyncio.gather(slow(), fails())
-
-    with pytest.raises(ValueError, match="so"):
-        wait_for(both())
-    assert ended == ["slow"]
-
-
-def test_gather_or_cancel_ends_the_others_before_it_raises() -> None:
-    ended: list[str] = []
-
-    async def slow() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append("slow")
-
-    async def fails() -> None:
-        await asyncio.sleep(0)
         raise ValueError("the second of two")
 
-    async def both() -> list[str]:
-        with pytest.raises(ValueError, match="the second of two"):
-            await gather_or_cancel([slow(), fails()])
-        return list(ended)
+    async def both() -> None:
+        try:
+            await gather(slow(), fails())
+        finally:
+            assert ended == ended_within
 
-    assert asyncio.run(both()) == ["slow"]
+    with pytest.raises(ValueError, match="the second of two"):
+        wait_for(both())
+    assert ended == ["slow"]
 
 
 def test_gather_or_cancel_returns_the_results_in_order() -> None:
@@ -94,7 +70,7 @@ def test_gather_or_cancel_returns_the_results_in_order() -> None:
             await asyncio.sleep(0)
         return turns
 
-    assert asyncio.run(gather_or_cancel(after(turns) for turns in (3, 1, 2))) == [3, 1, 2]
+    assert wait_for(gather_or_cancel(after(turns) for turns in (3, 1, 2))) == [3, 1, 2]
 
 
 def test_what_still_runs_on_a_background_loop_is_cancelled_when_it_closes() -> None:
@@ -118,14 +94,10 @@ def test_what_still_runs_on_a_background_loop_is_cancelled_when_it_closes() -> N
 
 
 def test_a_background_loop_starts_again_after_its_end() -> None:
-    async def one() -> int:
-        return 1
-
     loop = BackgroundLoop("tested")
-    assert loop.wait(one()) == 1
-    loop.close()
-    assert loop.wait(one()) == 1
-    loop.close()
+    for _ in range(2):
+        assert loop.wait(asyncio.sleep(0, result=1)) == 1
+        loop.close()
 
 
 SCRIPT = """
@@ -145,7 +117,7 @@ async def never_await():
         pass
 
 async def wait():
-    await asyncio.sleep(4)
+    await asyncio.sleep(3)
 
 async def call(body):
     with watch.calling():
@@ -154,7 +126,7 @@ async def call(body):
 
 async def block_after_a_call():
     await call(lambda: asyncio.sleep(0))
-    time.sleep(4)
+    time.sleep(3)
 
 name = sys.argv[1]
 asyncio.run(globals()[name]() if name == "block_after_a_call" else call(globals()[name]))
@@ -189,7 +161,7 @@ def test_a_stopped_process_goes_on() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
-        time.sleep(4)
+        time.sleep(3)
         process.send_signal(signal.SIGCONT)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")

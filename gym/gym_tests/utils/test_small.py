@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 
 import pytest
@@ -17,6 +18,7 @@ from fovea_gym.utils.installing import pip_install
 from fovea_gym.utils.lru_cache import LRUCache
 from fovea_gym.utils.shown_text import printable, without_secrets
 from gym_tests.chat_server import endpoints
+from gym_tests.tables import table
 
 BOUNDS = CallBounds(timeout_seconds=10.0, calls_at_once=2)
 
@@ -48,39 +50,33 @@ def test_a_proxy_gets_calls_of_other_machines_and_none_of_this_one(monkeypatch: 
         asked(here.url)
 
 
-@pytest.mark.parametrize("key", ["schlüssel", "sk-one\nsk-two", "sk\u2026"])
-def test_a_key_that_no_header_may_hold_is_named_by_its_setting(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOME_KEY", key)
-    with pytest.raises(ConfigError, match=r"^judge\.api_key_env=SOME_KEY: ") as caught:
-        bearer("SOME_KEY", "judge.api_key_env")
-    assert key not in str(caught.value)
-
-
 def test_a_key_becomes_a_header_without_the_line_break_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("schlüssel", "sk-one\nsk-two", "sk\u2026"):
+        monkeypatch.setenv("SOME_KEY", key)
+        with pytest.raises(ConfigError, match=r"^judge\.api_key_env=SOME_KEY: ") as caught:
+            bearer("SOME_KEY", "judge.api_key_env")
+        assert key not in str(caught.value)
     monkeypatch.setenv("SOME_KEY", "sk-one\n")
     assert bearer("SOME_KEY", "judge.api_key_env") == {"authorization": "Bearer sk-one"}
 
 
+CLONED = {"url": "file:///src/fovea", "subdirectory": "gym", "vcs_info": {"vcs": "git", "commit_id": "1a2b"}}
+
+
+@dataclass
 class Installed:
     """A distribution as pip records it."""
 
-    def __init__(self, origin: dict[str, object] | None) -> None:
-        self._origin = origin
+    origin: dict[str, object] | None
 
     def read_text(self, name: str) -> str | None:
-        assert name == "direct_url.json"
-        return None if self._origin is None else json.dumps(self._origin)
+        return {"direct_url.json": self.origin and json.dumps(self.origin)}[name]
 
 
-@pytest.mark.parametrize(
+@table(
     ("origin", "command"),
     [
-        (None, "pip install 'fovea-rl-gym[hub]'"),
-        ({"url": "https://host/fovea.whl"}, "pip install 'fovea-rl-gym[hub]'"),
-        (
-            {"url": "file:///src/fovea", "subdirectory": "gym", "vcs_info": {"vcs": "git", "commit_id": "1a2b"}},
-            "pip install 'fovea-rl-gym[hub]'",
-        ),
+        *((origin, "pip install 'fovea-rl-gym[hub]'") for origin in (None, {"url": "https://host/fovea.whl"}, CLONED)),
         ({"url": "file:///my%20code/gym", "dir_info": {}}, "pip install '/my code/gym[hub]'"),
         ({"url": "file:///src/fovea/gym", "dir_info": {"editable": True}}, "pip install -e '/src/fovea/gym[hub]'"),
     ],
@@ -144,14 +140,13 @@ URL = "https://bob:hunter2@host.org/rows.parquet?version=3&X-Amz-Signature=abc12
 SHOWN = "https://***@host.org/rows.parquet?version=3&X-Amz-Signature=***&token=***#part"
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "shown"),
     [
         (URL, SHOWN),
         (f"cannot read {URL} today", f"cannot read {SHOWN} today"),
         ("https://bob:p@ss@word@host.org/a@b", "https://***@host.org/a@b"),
-        ("https://host.org/a@b/c?author=ann&keyword=cat", "https://host.org/a@b/c?author=ann&keyword=cat"),
-        ("s3://bucket/rows@train[:90%]", "s3://bucket/rows@train[:90%]"),
+        *((text, text) for text in ("https://host.org/a@b/c?author=ann&keyword=cat", "s3://bucket/rows@train[:90%]")),
         ("bob@host.org has no secrets: token=1", "bob@host.org has no secrets: token=1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a plan counts of memory, against what autograd keeps, a rollout leaves, and ranks and GPUs hold at their peak."""
+"""What a plan counts of memory, against what autograd keeps, a rollout leaves, and ranks and GPUs hold at most."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fovea_tools.plan.workload import RowShape
 from tests.hub_models import Loaded, needs_image_processors
 from tests.policies import make_batch
 from tests.tiny_models import CORPUS, CPU, image, random_completions, renderer, save, tiny, user
-from tests.tools.plan.published import QWEN3_VL_2B, folder_of, wide_sizes
+from tests.tools.plan.published import QWEN3_VL_2B, folder_of, wide
 from tests.tools.plan.saved import GROUPS, config_for, measured_and_planned, peak_of_update
 from tests.warm import run_ranks
 
@@ -102,7 +102,7 @@ def config_with(prompts: int, reuse_gib: float, plan: dict[str, object], **secti
 @pytest.mark.parametrize(("missing", "kept"), [(0, True), (1, False)])
 def test_outputs_are_counted_where_they_fit(missing: int, kept: bool, tmp_path: Path) -> None:
     """Reserved for the longest completions, and counted for the expected lengths."""
-    parts = tiny("qwen3_vl", **wide_sizes("qwen3_vl"))
+    parts = tiny("qwen3_vl", **wide("qwen3_vl"))
     text = parts.network.config.text_config
     model = {"path": str(save(parts, tmp_path)), "freeze_vision_tower": True}
     heads = (text.num_attention_heads + 2 * text.num_key_value_heads) * text.head_dim
@@ -120,7 +120,7 @@ def test_outputs_are_counted_where_they_fit(missing: int, kept: bool, tmp_path: 
 )
 def test_on_a_gpu_the_vision_graph_alone_is_counted(how: str, reuse_gib: float, kept: bool, tmp_path: Path) -> None:
     """Of blocks that are computed again it has the inputs, which fit where the rest would not."""
-    folder = save(tiny("qwen3_vl", **wide_sizes("qwen3_vl"), vision_depth=24, vision_hidden_size=256), tmp_path)
+    folder = save(tiny("qwen3_vl", **wide("qwen3_vl"), vision_depth=24, vision_hidden_size=256), tmp_path)
     model, train = {"path": str(folder), "dtype": "bfloat16"}, {"gradient_checkpointing": how}
     plan = {"gpu": "h100", "prompt_tokens": 300, "image_tokens": 256}
     phases = make_plan(config_with(64, reuse_gib, plan, model=model, train=train)).phases
@@ -130,8 +130,6 @@ def test_on_a_gpu_the_vision_graph_alone_is_counted(how: str, reuse_gib: float, 
     inputs = patches * 24 * 256 * 2
     assert (min(rollout, update) > inputs) is kept
 
-
-pytestmark = needs_image_processors
 
 TEXT = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4}
 VISION = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
@@ -152,6 +150,7 @@ def wide_kind(kind: str, folder: Path) -> Path:
         return save_tiny_kind(kind, folder, CORPUS)
 
 
+@needs_image_processors
 @pytest.mark.parametrize("kind", TOLERANCES)
 def test_saved_activations_are_those_that_autograd_keeps(kind: str, tmp_path: Path) -> None:
     loaded = Loaded.of(wide_kind(kind, tmp_path))
@@ -165,6 +164,7 @@ def test_saved_activations_are_those_that_autograd_keeps(kind: str, tmp_path: Pa
     assert make_plan(config).compute[-1].flops > 0
 
 
+@needs_image_processors
 def test_a_family_without_a_fast_path_is_refused(tmp_path: Path) -> None:
     save_tiny_kind("gemma3", tmp_path, CORPUS)
     with pytest.raises(ConfigError, match=r"transformers' own forward, whose memory `fovea plan` cannot estimate; set"):
@@ -181,7 +181,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def wide_model() -> TinyParts:
-    return tiny("qwen3_vl", num_layers=12, **wide_sizes("qwen3_vl"))
+    return tiny("qwen3_vl", num_layers=12, **wide("qwen3_vl"))
 
 
 def config_of(case: str, place: dict[str, Any], batch: Batch) -> Config:
@@ -192,11 +192,7 @@ def config_of(case: str, place: dict[str, Any], batch: Batch) -> Config:
         {
             "model": {"device": "cpu", **CASES[case], **place},
             "train": {"enable_dynamic_batch_size": False, "groups_per_microbatch": 1},
-            "rollout": {
-                "prompts_per_step": EQUAL_GROUPS,
-                "samples_per_prompt": len(lengths),
-                "max_new_tokens": max(lengths),
-            },
+            "rollout": {"prompts_per_step": 6, "samples_per_prompt": len(lengths), "max_new_tokens": max(lengths)},
             "plan": {
                 **{"gpu": "cpu", "gpus": 2, "distinct_images": 1},
                 "prompt_tokens": group.prompt.num_tokens,
@@ -234,8 +230,7 @@ def process(_: int, found: Path) -> None:
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     found = tmp_path_factory.mktemp("ranks") / "peaks.json"
     run_ranks(process, (found,), nprocs=1)
-    peaks: dict[str, int] = json.loads(found.read_text())
-    return peaks
+    return dict(json.loads(found.read_text()))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -248,11 +243,8 @@ def test_peak_of_an_update_on_two_ranks_is_the_measured_one(case: str, peaks: di
     assert update.total - held == pytest.approx(peaks[case], rel=TOLERANCE)
 
 
-PROMPTS, SAMPLES, PROMPT_TOKENS, COMPLETION_TOKENS = 4, 4, 512, 256
-
-
-def batch() -> Batch:
-    ids_L, ids_T = np.full(PROMPT_TOKENS, 7), np.full(COMPLETION_TOKENS, 9)
+def equal_groups(prompts: int, samples: int, prompt_tokens: int, completion_tokens: int) -> Batch:
+    ids_L, ids_T = np.full(prompt_tokens, 7), np.full(completion_tokens, 9)
     sample = Sample(
         token_ids_T=ids_T,
         mask_T=np.ones(len(ids_T), np.bool_),
@@ -261,37 +253,31 @@ def batch() -> Batch:
         weight=1e-3,
         advantages_T=np.ones(len(ids_T), np.float32),
     )
-    groups = [
-        SampleGroup(prompt=Prompt(token_ids_L=ids_L, unexpanded_ids_U=ids_L), samples=(sample,) * SAMPLES)
-        for _ in range(PROMPTS)
-    ]
-    return Batch(groups=tuple(groups))
+    prompt = Prompt(token_ids_L=ids_L, unexpanded_ids_U=ids_L)
+    return Batch(groups=(SampleGroup(prompt=prompt, samples=(sample,) * samples),) * prompts)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["none", "full"])
 def test_an_update_of_2b_parameters_in_bfloat16(how: str, tmp_path: Path) -> None:
+    """Against CUDA's own count."""
     config = Config.model_validate(
         {
             "model": {"path": str(folder_of(tmp_path, QWEN3_VL_2B)), "dtype": "bfloat16"},
-            "rollout": {
-                "prompts_per_step": PROMPTS,
-                "samples_per_prompt": SAMPLES,
-                "max_new_tokens": COMPLETION_TOKENS,
-            },
-            "plan": {"gpu": "h100", "gpus": 1, "prompt_tokens": PROMPT_TOKENS, "images_per_prompt": 0},
+            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 256},
+            "plan": {"gpu": "h100", "gpus": 1, "prompt_tokens": 512, "images_per_prompt": 0},
             "train": {"max_tokens_per_microbatch": 4096, "gradient_checkpointing": how},
         }
     )
     with torch.device("cuda"):
         network = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**QWEN3_VL_2B)).to(torch.bfloat16)
     recompute_activations(network, config.train.gradient_checkpointing)
-    policy = TorchPolicy(
-        VLM(network, banned_ids=(0,)), train=config.train, algorithm=config.algorithm, temperature=1.0, max_steps=9
-    )
-    policy.update(batch())
+    settings: dict[str, Any] = {"train": config.train, "algorithm": config.algorithm}
+    policy = TorchPolicy(VLM(network, banned_ids=(0,)), **settings, temperature=1.0, max_steps=9)
+    batch = equal_groups(4, 4, prompt_tokens=512, completion_tokens=256)
+    policy.update(batch)
     torch.cuda.reset_peak_memory_stats()
-    policy.update(batch())
+    policy.update(batch)
     update = make_plan(config).phases[1]
     # no engine runs here, whose pool of keys would stay
     planned = update.total - update.parts.get("key-value cache", 0)

@@ -26,6 +26,7 @@ from fovea_tools.importer.translate import translate
 from fovea_tools.published.catalogue import PublishedResult, find_result, published_results
 from fovea_tools.published.reproduce import prepare
 from gym_tests.environments.files import row
+from gym_tests.tables import table
 from tests.environments.grounding.layouts import gui_r1, lines, picture, vlm_r1_conversations
 
 ROOT = Path(__file__).parents[3]
@@ -93,15 +94,15 @@ def test_the_importer_makes_the_same_of_the_authors_values(name: str) -> None:
     assert translation.unknown == ()
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@table("name", TEMPLATES)
 def test_the_instruction_is_theirs(name: str) -> None:
     template = load_config([shipped_recipes()[name]], []).environment.model_dump()["prompt_template"]
     assert template.startswith(TEMPLATES[name])
 
 
 def test_the_page_of_the_docs_has_every_result() -> None:
-    table = (ROOT / "docs/published.md").read_text(encoding="utf-8").splitlines()
-    rows = {line.split("`")[1]: [cell.strip() for cell in line.split("|")] for line in table if line.startswith("| `")}
+    lines = (ROOT / "docs/published.md").read_text(encoding="utf-8").splitlines()
+    rows = {line.split("`")[1]: [cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| `")}
     assert list(rows) == list(RESULTS)
     for name, result in RESULTS.items():
         assert rows[name][2].split() == list(result.recipes)
@@ -136,8 +137,8 @@ def rows_in(folder: str, *splits: str, **renamed: str) -> None:
     Path(folder).mkdir(parents=True)
     for split, colour in zip(splits, ("red", "blue", "green"), strict=False):
         rows = [row(f"How many sides have {n} squares?", str(4 * n), colour) for n in range(1, 9)]
-        table = [{renamed.get(name, name): value for name, value in each.items()} for each in rows]
-        pq.write_table(pa.Table.from_pylist(table), f"{folder}/{split}.parquet")
+        cells = [{renamed.get(name, name): value for name, value in each.items()} for each in rows]
+        pq.write_table(pa.Table.from_pylist(cells), f"{folder}/{split}.parquet")
 
 
 def reproduce(*words: str) -> Result:
@@ -197,6 +198,7 @@ ROWS: dict[str, Callable[[], list[str]]] = {
 
 
 SLOW = [pytest.mark.slow]
+HUGE = "model.tiny={hidden_size: 16384, num_heads: 512, num_layers: 100}"
 
 
 @pytest.mark.parametrize(
@@ -231,22 +233,21 @@ def summary_of(page: Path) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "message"),
     [
         ([], "no result named; write fovea reproduce NAME"),
-        (["easyr1_geo_7b"], "not a published result; did you mean easyr1_geo3k_7b or "),
-        (["EASYR1_GEO3K_7B"], "not a published result; did you mean easyr1_geo3k_7b or "),
+        *(
+            ([name], "not a published result; did you mean easyr1_geo3k_7b or ")
+            for name in ("easyr1_geo_7b", "EASYR1_GEO3K_7B")
+        ),
         (["zzz"], "zzz: not a published result; the names are easyr1_geo3k_7b, "),
         (["easyr1_geo3k_7b", "rollout.n=3"], "verl's actor_rollout_ref.rollout.n is rollout.samples_per_prompt here"),
         (["easyr1_geo3k_7b", "--quiet"], "no such option; the options are --list, --debug and --help"),
         (["easyr1_geo3k_7b"], "model.path=Qwen/Qwen2.5-VL-7B-Instruct: its config.json is neither in the local cache"),
         (["easyr1_geo3k_7b", "tiny"], "run `fovea data geo3k` on a machine with a network, and copy data/geo3k here"),
         (["mm_eureka_7b", "tiny"], "data/mm_eureka/train.jsonl, data/mm_eureka/k12.jsonl not found; the hub's"),
-        (
-            ["easyr1_geo3k_7b", "tiny", "model.tiny={hidden_size: 16384, num_heads: 512, num_layers: 100}"],
-            "GiB of memory on the CPU (this machine has no GPU) and may use",
-        ),
+        (["easyr1_geo3k_7b", "tiny", HUGE], "GiB of memory on the CPU (this machine has no GPU) and may use"),
     ],
 )
 def test_an_error_says_what_to_do(words: list[str], message: str) -> None:
