@@ -116,7 +116,7 @@ def test_each_end_of_a_server_makes_one_more_connection(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_calls_run_side_by_side_within_their_time(tools: dict[str, McpTool]) -> None:
-    connection = McpConnection("late", McpServer(command=COMMAND, timeout_seconds=5, tools=("slow", "add")))
+    connection = McpConnection("late", McpServer(command=COMMAND, timeout_seconds=8, tools=("slow", "add")))
     own = opened(connection)
     assert set(own) == {"slow", "add"}
 

@@ -265,7 +265,6 @@ def test_the_trained_model_is_evaluated_beside_a_baseline(trained: dict[str, Any
 NOWHERE = {"model_name": "nowhere", "env_dataset": "nowhere.csv", "resume_checkpoint": "nowhere"}
 CHANGED = {"env_name": "geospot", "env_dataset": "places.csv", "gamma": 0.1, "total_steps": 2, "model_name": "other"}
 """Inputs that a resumed run does not take."""
-TWICE = {"environment.train_files": ["other.csv"]}
 
 
 @table(
@@ -275,11 +274,6 @@ TWICE = {"environment.train_files": ["other.csv"]}
         *(
             ("vlm-rl-training", {"resume_checkpoint": "runs/geospot", name: value}, f"{name}: ")
             for name, value in CHANGED.items()
-        ),
-        (
-            "vlm-rl-training",
-            {"settings": SETTINGS | TWICE},
-            "env_dataset: the input settings also sets environment",
         ),
         ("vlm-rl-eval", {"trained_model": "nowhere/at/all"}, "trained_model: "),
         ("vlm-rl-eval", {"trained_model": "runs/geospot", "baseline_model": "qwen2-vl"}, "baseline_model: "),
@@ -320,6 +314,12 @@ def test_rows_of_other_types_than_the_curriculum_has_are_told_before_the_model_i
     assert "loading the model" not in done.output
     assert not Path("runs/counting").exists()
     assert outputs("vlm-rl-training", **inputs, curriculum_enabled=False)["total_episodes"] == 1
+
+
+def test_rows_that_are_named_twice_are_refused(folder: Path) -> None:
+    settings = SETTINGS | {"environment.train_files": ["other.csv"]}
+    done = invoke("vlm-rl-training", env_dataset="places.csv", settings=settings)
+    assert "env_dataset: the input settings also sets environment.train_files, which is the same; remove" in done.stderr
 
 
 def test_the_final_reward_is_the_mean_of_the_last_hundred_episodes() -> None:

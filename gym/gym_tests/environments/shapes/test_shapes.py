@@ -27,10 +27,10 @@ from gym_tests.tables import table
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 LEVELS = (1, 2, 3)
-MIXED = Shapes(
-    ShapesEnvironment(level=LEVELS, comparison_share=0.3, text_share=0.2, train_size=1200, dev_size=240, test_size=240),
-    0,
+OF_ALL_KINDS = ShapesEnvironment(
+    level=LEVELS, comparison_share=0.3, text_share=0.2, train_size=1200, dev_size=240, test_size=240
 )
+MIXED = Shapes(OF_ALL_KINDS, 0)
 
 
 def shapes(level: int = 1, seed: int = 0, side_px: int = 48) -> Shapes:
@@ -260,9 +260,7 @@ def test_comparisons_have_one_answer(level: int) -> None:
     rng = np.random.default_rng(0)
     for turn in range(1200):
         pair = comparison(turn, level, rng)
-        asked = (
-            r"(?:Which image has more (\w+), the first or the second|Do both images have the same number of (\w+))\?"
-        )
+        asked = r"Which image has more (\w+), the first or the second\?|Do both images have the same number of (\w+)\?"
         match = re.fullmatch(asked, pair.question)
         assert match
         first, second = (shapes_in(things)[match[1] or match[2]] for things in pair.pictures)
@@ -286,7 +284,7 @@ def test_scenes_in_words_say_the_answer(level: int) -> None:
 
 
 def test_rows_do_not_depend_on_what_was_made_before() -> None:
-    one, again = MIXED.tasks("train"), MIXED.tasks("train")
+    one, again = (Shapes(OF_ALL_KINDS, 3).tasks("train") for _ in range(2))
     list(one[:20])
     for index in (25, 4):
         first, second = one[index], again[index]
