@@ -39,15 +39,20 @@ def played(environment: Environment, task: Task, answers: Sequence[str], seed: i
     async def episode() -> tuple[list[Message], Score]:
         session = await environment.open(task, seed)
         turns, replies = list[Turn](), list[Message]()
-        for answer in answers:
-            turns.append(Turn(messages=(), text=answer))
-            reply = None if len(turns) == environment.max_turns else await session.reply(turns)
-            if reply is None:
-                break
-            replies += reply
-        score = await session.score(turns) if session.has_score else await environment.graders[-1].score(task, turns)
+        messages = environment.prompt(task)
+        try:
+            for answer in answers:
+                turns.append(Turn(messages=tuple(messages), text=answer))
+                reply = None if len(turns) == environment.max_turns else await session.reply(turns)
+                if reply is None:
+                    break
+                messages = reply
+                replies += reply
+            grader = session if session.has_score else None
+            score = await (grader.score(turns) if grader else environment.graders[-1].score(task, turns))
+        finally:
+            await session.close()
         assert score is not None
-        await session.close()
         return replies, score
 
     return wait_for(episode())

@@ -10,19 +10,19 @@ from fovea.config.augmentations import NoisyPictures
 from fovea.data.augmentations import Mask, Noise, SeededAugmentation, noise_of
 from fovea_gym.types import ImageRef
 from gym_tests.images import from_array
+from gym_tests.tables import table
 
 GREY = np.full((70, 84, 3), 128, np.uint8)
 
 
-@pytest.mark.parametrize("step", [0, 250, 500, 999])
+@table("step", [0, 250, 500, 999])
 def test_noise_is_that_of_the_authors_process(step: int) -> None:
     """image_aug.py: q_x of a picture in 0..1, clamped, and cut to 8 bits as torchvision's ToPILImage does."""
     betas = torch.sigmoid(torch.linspace(-6, 6, 1000)) * (0.5e-2 - 1e-5) + 1e-5
     product = torch.cumprod(1 - betas, dim=0)
     noise = torch.from_numpy(np.random.default_rng(4).standard_normal(GREY.shape, dtype=np.float32))
-    theirs = (
-        torch.sqrt(product)[step] * torch.from_numpy(GREY / np.float32(255)) + torch.sqrt(1 - product)[step] * noise
-    )
+    picture = torch.from_numpy(GREY / np.float32(255))
+    theirs = torch.sqrt(product)[step] * picture + torch.sqrt(1 - product)[step] * noise
     expected = torch.clamp(theirs, 0.0, 1.0).mul(255).byte().numpy()
     found = Noise(step=step)(GREY, np.random.default_rng(4))
     assert np.abs(found.astype(int) - expected).max() <= 1, "rounding, where a value is on the edge of two"

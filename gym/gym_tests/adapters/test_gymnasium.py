@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.graders.base import NoScoreError
 from fovea_gym.settings.environments import GymnasiumEnvironment
 from fovea_gym.types import ImageRef, Message, Turn
+from fovea_gym.utils.event_loop import gather_or_cancel, wait_for
 from gym_tests.adapters.gym_game import Walk
 from gym_tests.grading import played
 from gym_tests.tables import table
@@ -31,6 +32,23 @@ class RegisteredWalk(Walk):
     def __init__(self, length: int = 6, *, render_mode: str) -> None:
         super().__init__(length)
         self.render_mode = render_mode
+
+
+class Slow(RegisteredWalk):
+    meeting = threading.Barrier(32, timeout=20)
+
+    def step(self, action: int) -> Any:
+        self.meeting.wait()  # breaks unless all episodes step at once
+        return super().step(action)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    for name, entry_point in (("FoveaWalk-v0", RegisteredWalk), ("FoveaSlow-v0", Slow)):
+        gymnasium.register(name, entry_point=entry_point)
+    yield
+    for name in ("FoveaWalk-v0", "FoveaSlow-v0"):
+        del gymnasium.registry[name]
 
 
 def walk(**settings: Any) -> Gymnasium:
@@ -66,8 +84,7 @@ def test_an_episode_equals_the_environment_stepped_directly() -> None:
             _, reward, is_over, _, _ = game.step(action)
             rewards.append(reward)
             shown.append(game.render())
-    assert score.turns == pytest.approx(rewards)
-    assert score.reward == pytest.approx(sum(rewards))
+    assert (score.turns, score.reward) == (pytest.approx(rewards), pytest.approx(sum(rewards)))
     assert score.accuracy == float(is_over)
     # nothing replies to the last action
     for reply, picture in zip(replies, shown[:-1], strict=True):
@@ -83,24 +100,14 @@ def test_a_group_begins_alike_and_goes_on_by_its_seeds() -> None:
     assert walked[0] == walked[1] != walked[2]
 
 
-def test_the_last_turn_counts_though_nothing_replies_to_it() -> None:
-    environment = walk(kwargs={"length": 3}, max_turns=2)
-    replies, score = played(environment, environment.tasks("train")[0], ["<action>right</action>"] * 2)
-    assert len(replies) == 1
-    assert score.turns == pytest.approx((-0.1, 1.0))
-    assert score.accuracy == 1
-
-
 def test_an_answer_without_an_action_is_a_failed_message_and_changes_nothing() -> None:
     environment = walk()
     task = environment.tasks("dev")[0]
     start = place(environment.prompt(task)[0])
     replies, score = played(environment, task, ["up we go", "<action>right</action>"])
-    assert replies[0].failed
-    assert replies[0].parts == ("No action was read. Answer with one action, as <action>left</action>: left, right.",)
-    assert place(replies[1]) == start + 1
-    assert score.turns[0] == 0
-    assert score.parts == {"invalid_actions": 1.0}
+    said = ("No action was read. Answer with one action, as <action>left</action>: left, right.",)
+    assert (replies[0].failed, replies[0].parts) == (True, said)
+    assert (place(replies[1]), score.turns[0], score.parts) == (start + 1, 0, {"invalid_actions": 1.0})
 
 
 @table(
@@ -128,21 +135,17 @@ def test_no_seed_is_in_two_splits() -> None:
     assert len({seed for each in seeds for seed in each}) == 12
 
 
-def test_success_may_be_a_key_of_info() -> None:
-    environment = walk(kwargs={"length": 3}, success_key="won")
-    assert played(environment, environment.tasks("train")[0], ["right", "right"])[1].accuracy == 1
-    environment = walk(kwargs={"length": 3}, success_key="lost")
-    assert played(environment, environment.tasks("train")[0], ["right", "right"])[1].accuracy == 0
+@table(("settings", "accuracy"), [({}, 1), ({"success_key": "won"}, 1), ({"success_key": "lost"}, 0)])
+def test_the_last_turn_counts_and_success_may_be_a_key_of_info(settings: dict[str, Any], accuracy: float) -> None:
+    environment = walk(kwargs={"length": 3}, max_turns=2, **settings)
+    replies, score = played(environment, environment.tasks("train")[0], ["<action>right</action>"] * 2)
+    assert (len(replies), score.turns, score.accuracy) == (1, pytest.approx((-0.1, 1.0)), accuracy)
 
 
 def test_an_environment_of_the_registry() -> None:
-    gymnasium.register("FoveaWalk-v0", entry_point=RegisteredWalk)
-    try:
-        environment = walk(id="FoveaWalk-v0", actions=(), kwargs={"length": 3})
-        assert environment.actions == ("1", "2")
-        assert played(environment, environment.tasks("train")[0], ["2", "2"])[1].accuracy == 1
-    finally:
-        del gymnasium.registry["FoveaWalk-v0"]
+    environment = walk(id="FoveaWalk-v0", actions=(), kwargs={"length": 3})
+    assert environment.actions == ("1", "2")
+    assert played(environment, environment.tasks("train")[0], ["2", "2"])[1].accuracy == 1
 
 
 @table(
@@ -169,27 +172,13 @@ def test_a_step_that_raises_is_named_and_costs_only_its_episode() -> None:
 
 
 def test_steps_run_in_threads_side_by_side() -> None:
-    meeting = threading.Barrier(32, timeout=20)
-
-    class Slow(RegisteredWalk):
-        def step(self, action: int) -> Any:
-            meeting.wait()  # breaks unless all episodes step at once
-            return super().step(action)
-
-    gymnasium.register("FoveaSlow-v0", entry_point=Slow)
     environment = walk(id="FoveaSlow-v0", kwargs={})
     task = environment.tasks("train")[0]
 
-    async def episodes() -> None:
-        async def one() -> None:
-            session = await environment.open(task, 0)
-            assert session.has_score
-            await session.reply([Turn(messages=(), text="right")])
-            await session.close()
+    async def one() -> None:
+        session = await environment.open(task, 0)
+        assert session.has_score
+        await session.reply([Turn(messages=(), text="right")])
+        await session.close()
 
-        await asyncio.gather(*(one() for _ in range(32)))
-
-    try:
-        asyncio.run(episodes())
-    finally:
-        del gymnasium.registry["FoveaSlow-v0"]
+    wait_for(gather_or_cancel(one() for _ in range(32)))

@@ -16,12 +16,12 @@ from fovea_gym.environments.geo3k import Geo3k
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.graders.boxed_answer import grade
 from fovea_gym.rows.access import RowAccess
-from fovea_gym.rows.images import ImageOpener
 from fovea_gym.rows.tasks import kinds_of
 from fovea_gym.settings.environments import Geo3kEnvironment
 from fovea_gym.types import ImageRef, Task
+from gym_tests.environments.files import files
 from gym_tests.grading import scored
-from gym_tests.images import encoded
+from gym_tests.images import encoded, from_array
 from gym_tests.tables import table
 
 SHARED = Path(__file__).parents[4] / "shared" / "data" / "geo3k"
@@ -30,18 +30,15 @@ NATIVE = "<|vision_start|><|image_pad|><|vision_end|>"
 """In rows that hold the text of a rendered prompt."""
 
 
-def image(grey: int = 0) -> dict[str, object]:
-    return {"bytes": encoded(Image.new("L", (8, 8), grey)), "path": None}
+IMAGES = [{"bytes": encoded(Image.new("L", (8, 8), grey)), "path": None} for grey in range(2)]
 
 
 def row(problem: object = "<image>Find x.", answer: object = "12", num_images: int = 1) -> dict[str, object]:
-    return {"images": [image(n) for n in range(num_images)], "problem": problem, "answer": answer}
+    return {"images": IMAGES[:num_images], "problem": problem, "answer": answer}
 
 
 def geo3k(folder: Path, rows: list[dict[str, object]], **settings: object) -> Geo3k:
-    pq.write_table(pa.Table.from_pylist(rows), folder / "test.parquet")
-    files = (str(folder / "test.parquet"),)
-    config = {"train_files": files, "test_files": files, "dev_share": 0, **settings}
+    config = files(folder, rows, **{"dev_share": 0, **settings})
     return Geo3k(Geo3kEnvironment.model_validate(config), RowAccess())
 
 
@@ -77,7 +74,7 @@ def test_images_go_where_their_marks_are(problem: object, num_images: int, parts
 def test_verl_layout(tmp_path: Path) -> None:
     chat = [("system", "Rules."), ("user", "<image>One?"), ("assistant", "1"), ("user", "Two <image>?")]
     verl = {
-        "images": [image(0), image(1)],
+        "images": IMAGES,
         "prompt": [{"role": role, "content": content} for role, content in chat],
         "reward_model": {"style": "rule", "ground_truth": r"\boxed{\frac{1}{2}}"},
     }
@@ -97,12 +94,11 @@ def test_verl_layout(tmp_path: Path) -> None:
 
 def test_several_image_columns_and_paths_beside_the_file(tmp_path: Path) -> None:
     Image.new("RGB", (4, 4), (1, 2, 3)).save(tmp_path / "b.png")
-    cells = {"problem": "<image> or <image>?", "answer": "1", "one": image(), "two": "b.png"}
+    cells = {"problem": "<image> or <image>?", "answer": "1", "one": IMAGES[0], "two": "b.png"}
     environment = geo3k(tmp_path, [cells], image_keys=("one", "two"))
     (task,) = environment.tasks("test")
-    assert [ref.where for ref in task.images] == [f"test.parquet row 0, image {n}" for n in (1, 2)]
-    opened = ImageOpener(max_image_mib=1, max_image_megapixels=1)(task.images[1])
-    assert opened.getpixel((0, 0)) == (1, 2, 3)
+    assert [ref.where for ref in task.images] == [f"rows.parquet row 0, image {n}" for n in (1, 2)]
+    assert from_array(task.images[1]).getpixel((0, 0)) == (1, 2, 3)
 
 
 def test_dev_has_rows_of_its_own(tmp_path: Path) -> None:
@@ -125,24 +121,19 @@ TAGS = {"think_tags": True, "answer_tags": True, "format_weight": 0.5}
         ({}, r"so \boxed{x = 12.0}", 1, 1),
         ({}, r"\boxed{11}, no, \boxed{12}", 1, 1),
         ({}, r"\boxed{12}, no, \boxed{11}", 0, 1),
-        ({}, r"\boxed{}", 0, 1),
-        ({}, r"12", 0, 0),
-        ({}, r"\boxed{12", 0, 0),
+        *(({}, r"\boxed{}", 0, 1), ({}, r"12", 0, 0), ({}, r"\boxed{12", 0, 0)),
         ({"format_weight": 1.0}, r"\boxed{13}", 0, 1),
         (THINK, r"<think>6 + 6</think> \boxed{12}", 1, 1),
         (THINK, r" <think>6 + 6</think>\boxed{13}", 0, 1),
         (THINK, r"6 + 6</think> \boxed{12}", 1, 1),  # the chat template has written the opening tag
         (THINK, r"\boxed{12}", 1, 0),
-        (THINK, r"<think>\boxed{12}</think>", 1, 0),
-        (THINK, r"<think></think>\boxed{12}", 1, 0),
-        (THINK, r"<think>6</think><think>6</think>\boxed{12}", 1, 0),
-        (THINK, r"<think>6 <think>6</think>\boxed{12}", 1, 0),
+        *((THINK, text, 1, 0) for text in (r"<think>\boxed{12}</think>", r"<think></think>\boxed{12}")),
+        *((THINK, rf"<think>6{tags}<think>6</think>\boxed{{12}}", 1, 0) for tags in ("</think>", " ")),
         (THINK, r"<think>6 + 6</think> 12", 0, 0),
         (TAGS, "<think>6 + 6</think> <answer> 12 </answer>", 1, 1),
         (TAGS, "<think>6 + 6</think><answer>13</answer>", 0, 1),
         (TAGS, "<answer>13</answer> no, <answer>12</answer>", 1, 0),
-        (TAGS, r"<think>6 + 6</think> \boxed{12}", 0, 0),
-        (TAGS, "<think>6 + 6</think> <answer>12", 0, 0),
+        *((TAGS, f"<think>6 + 6</think> {answer}", 0, 0) for answer in (r"\boxed{12}", "<answer>12")),
     ],
 )
 def test_the_reward_weighs_accuracy_and_form(
@@ -171,8 +162,7 @@ def test_both_public_rewards(settings: dict[str, object], right: float, wrong: f
     environment = geo3k(tmp_path, [row()], **settings)
     (task,) = environment.tasks("test")
     scores = [scored(environment.graders, task, text) for text in (r"\boxed{12}", r"\boxed{13}")]
-    assert [score.reward for score in scores] == [right, wrong]
-    assert [score.accuracy for score in scores] == [1, 0]
+    assert [(score.reward, score.accuracy) for score in scores] == [(right, 1), (wrong, 0)]
 
 
 @table(
@@ -190,15 +180,14 @@ def test_rewards_that_contradict_each_other_are_refused(settings: dict[str, obje
 
 
 def test_a_grade_says_why() -> None:
-    assert grade(r"\boxed{6+6}", "12").reason == "boxed '6+6' equals '12'"
-    assert grade(r"\boxed{13}", "12").reason == "boxed '13' is not '12'"
-    assert grade("12", "12").reason == r"no \boxed{} that closes"
+    reasons = ("boxed '6+6' equals '12'", "boxed '13' is not '12'", r"no \boxed{} that closes")
+    assert tuple(grade(text, "12").reason for text in (r"\boxed{6+6}", r"\boxed{13}", "12")) == reasons
 
 
 @table(
     ("settings", "message"),
     [
-        ({"prompt_key": "question"}, "prompt_key: test.parquet has no column 'question'; its columns"),
+        ({"prompt_key": "question"}, "prompt_key: rows.parquet has no column 'question'; its columns"),
         ({"answer_key": "answers"}, "set answer_key=answer"),
         ({"image_keys": ("image",)}, "set image_keys=images"),
         ({"test_files": ("tset.parquet",)}, "test_files: no such file tset.parquet"),
@@ -254,7 +243,7 @@ def test_any_of_several_gold_answers_is_right(tmp_path: Path) -> None:
 @table("truth", ["$", "degrees", "{5", "5}", "\N{ZERO WIDTH SPACE}", r"\text{}", r"\boxed{5"])
 def test_an_answer_that_is_wrong_word_for_word_is_a_bad_row(tmp_path: Path, truth: str) -> None:
     tasks = geo3k(tmp_path, [row(), row(answer=truth)]).tasks("test")
-    problem = r"^test\.parquet row 1: the answer .* is wrong even when it is given word for word"
+    problem = r"^rows\.parquet row 1: the answer .* is wrong even when it is given word for word"
     with pytest.raises(BadRowError, match=problem) as caught:
         [tasks[index] for index in range(len(tasks))]
     assert caught.value.reason == "answer_never_right"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -33,33 +34,11 @@ from gym_tests.grading import within_a_second
 NUM_CHARS = 60_000
 """Linear readers take some hundredths of a second for so many, quadratic ones three to twenty seconds."""
 FILLS = [
-    *(
-        " ",
-        "\n",
-        "\t",
-        "\r\n",
-        "\u00a0",
-        "a",
-        "A",
-        "1",
-        "-",
-        "+",
-        ".",
-        ",",
-        ":",
-        ";",
-        "!",
-        "'",
-        '"',
-        "`",
-        "*",
-        "_",
-        "#",
-    ),
-    *("=", "<", ">", "|", "/", "\\", "&", "%", "$", "(", ")", "[", "]", "{", "}", "()", "[]", "{}", "1,", "1.", "a b "),
-    *("a, ", "the ", "no, ", "is ", "one ", "(1, 2), ", "[1,2,3,4],", '"box": [', "\\frac{", "\\boxed{", "```", "x:"),
-    *("<think>", "</think> ", "<answer>", "</answer>", "<action>", "<tool_call>", "<function=f>", "\n<parameter=x>"),
-    *("</parameter>\n", "</function>", "<|tool_call>", '<|"|>'),
+    *(" ", "\n", "\t", "\r\n", "\u00a0", "a", "A", "1", "-", "+", ".", ",", ":", ";", "!", "'", '"', "`", "*", "_"),
+    *("#", "=", "<", ">", "|", "/", "\\", "&", "%", "$", "(", ")", "[", "]", "{", "}", "()", "[]", "{}", "1,", "1."),
+    *("a b ", "a, ", "the ", "no, ", "is ", "one ", "(1, 2), ", "[1,2,3,4],", '"box": [', "\\frac{", "\\boxed{", "```"),
+    *("x:", "<think>", "</think> ", "<answer>", "</answer>", "<action>", "<tool_call>", "<function=f>"),
+    *("\n<parameter=x>", "</parameter>\n", "</function>", "<|tool_call>", '<|"|>'),
 ]
 PLACES = [
     *("{}", "It is {} 3.", "The answer is{}.", "\\boxed{{{}}}", "<think>a</think><answer>{}</answer>"),
@@ -68,6 +47,7 @@ PLACES = [
     "<|tool_call>call:f{{x:{}}}<tool_call|> <action>{}</action>",
 ]
 AREA = ToolSpec(name="f", description="", parameters={"properties": {"x": {"type": "number"}}})
+BOARD = ["@$.", "..*"]
 GAME = FrozenLakeEnvironment(name="frozen_lake", think=True)
 BOX = Rule(ask="box", reward="iou", think_tags=True, answer_tags=True)
 PARSERS: dict[str, Callable[[str], object]] = {
@@ -78,9 +58,7 @@ PARSERS: dict[str, Callable[[str], object]] = {
     "actions of OpenEnv": lambda text: openenv.action_in(text, None),
     "actions on screens": action_in,
     "moves": lambda text: actions_in(text, GAME),
-    "boards in words": lambda text: description_f1(
-        f"<observation>{text}</observation>", ["@$.", "..*"], ["@$.", "..*"]
-    ),
+    "boards in words": lambda text: description_f1(f"<observation>{text}</observation>", BOARD, BOARD),
     "clicks": lambda text: click_in(text, 1000),
     "calculations": computed,
     "ends of boxes": lambda text: find_answer_end(text, AnswerEnd()),
@@ -97,22 +75,13 @@ GRADERS: dict[str, Callable[[str], object]] = {
 }
 
 
-def check_in_time(read: Callable[[str], object]) -> None:
+READERS = [*PARSERS.items(), *(pytest.param(name, read, marks=pytest.mark.slow) for name, read in GRADERS.items())]
+
+
+@pytest.mark.parametrize(("name", "read"), READERS)
+def test_what_reads_or_grades_a_long_text_takes_linear_time(name: str, read: Callable[[str], object]) -> None:
     assert (len(FILLS), len(PLACES)) == (66, 8)
-    for place in PLACES:
-        for fill in FILLS:
-            part = fill * (NUM_CHARS // len(fill))
-            text = place.format(part, part)
-            with suppress(ToolError, TryAgainError):  # no calculation, no score
-                within_a_second(partial(read, text))
-
-
-@pytest.mark.parametrize("name", PARSERS)
-def test_what_reads_a_long_text_takes_linear_time(name: str) -> None:
-    check_in_time(PARSERS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GRADERS)
-def test_what_grades_a_long_text_takes_linear_time(name: str) -> None:
-    check_in_time(GRADERS[name])
+    for place, fill in product(PLACES, FILLS):
+        part = fill * (NUM_CHARS // len(fill))
+        with suppress(ToolError, TryAgainError):  # no calculation, no score
+            within_a_second(partial(read, place.format(part, part)))

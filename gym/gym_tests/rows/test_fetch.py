@@ -9,6 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,56 +54,39 @@ def reason_of(url: str, **changes: object) -> str:
 
 
 def test_an_image_comes_over_http(site: Site) -> None:
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=1, fetch=partial(fetch, limits=limits()))
     for name in ("/a.png", "/a.png?size=2", f"/to/{site.url}/a.png", "/to//a.png", "/with space.png"):
-        ref = ImageRef(source=site.url + name, where=WHERE)
-        image = ImageOpener(
-            max_image_mib=1, max_image_megapixels=1, fetch=lambda url, where: fetch(url, where, limits())
-        )(ref)
-        assert image.size == (8, 8)
+        assert opener(ImageRef(source=site.url + name, where=WHERE)).size == (8, 8)
     assert "/a.png?size=2" in site.asked
 
 
-@pytest.mark.parametrize(
+@table(
     ("path", "reason"),
     [
-        ("/none.png", "url_status_404"),
-        ("/status/403", "url_status_403"),
-        ("/status/503", "url_status_503"),
-        ("/loop", "url_redirects"),
-        ("/big", "image_too_large"),
-        ("/endless", "image_too_large"),
-        ("/short", "url_unreachable"),
-        ("/to/file:///etc/passwd", "url_invalid"),
-        ("/to/", "url_redirects"),
+        *(("/none.png", "url_status_404"), ("/status/403", "url_status_403"), ("/status/503", "url_status_503")),
+        *(("/loop", "url_redirects"), ("/to/", "url_redirects"), ("/to/file:///etc/passwd", "url_invalid")),
+        *(("/big", "image_too_large"), ("/endless", "image_too_large"), ("/short", "url_unreachable")),
     ],
 )
 def test_what_a_server_may_do_wrong(path: str, reason: str, site: Site) -> None:
     assert reason_of(site.url + path) == reason
 
 
-def test_the_number_of_redirects_is_bounded(site: Site) -> None:
+def test_redirects_are_bounded_and_their_bodies_which_may_be_endless_are_not_read(site: Site) -> None:
     twice = f"{site.url}/to//to//a.png"
     assert fetch(twice, WHERE, limits(max_redirects=2)) == png()
     assert reason_of(twice, max_redirects=1) == "url_redirects"
     assert reason_of(f"{site.url}/to//a.png", max_redirects=0) == "url_redirects"
-
-
-@pytest.mark.parametrize("page", ["/drip", "/drip-headers"])
-def test_a_server_that_drips_is_cut_off_in_time(site: Site, page: str) -> None:
-    started = time.monotonic()
-    assert reason_of(site.url + page, url_timeout_seconds=0.5) == "url_timeout"
-    assert time.monotonic() - started < 5
-
-
-def test_the_body_of_a_redirect_is_not_read(site: Site) -> None:
-    """It may be endless."""
     assert fetch(f"{site.url}/endless-redirect", WHERE, limits()) == png()
 
 
-def test_a_server_that_says_nothing_is_cut_off_in_time() -> None:
+def test_a_server_that_drips_or_says_nothing_is_cut_off_in_time(site: Site) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.png"
-        assert reason_of(url, url_timeout_seconds=0.3) == "url_timeout"
+        silent_url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.png"
+        for url in (f"{site.url}/drip", f"{site.url}/drip-headers", silent_url):
+            started = time.monotonic()
+            assert reason_of(url, url_timeout_seconds=0.3) == "url_timeout"
+            assert time.monotonic() - started < 5
 
 
 def test_a_busy_server_is_asked_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,57 +98,35 @@ def test_a_busy_server_is_asked_again(site: Site, monkeypatch: pytest.MonkeyPatc
     assert site.asked.count("/none") == 1, "a missing page stays missing"
 
 
-@pytest.mark.parametrize(
-    "url", ["http://", "http:///a.png", "http://a:b@127.0.0.1/a.png", "http://127.0.0.1:99999/a", "ftp://a.org/b.png"]
-)
-def test_what_is_no_url(url: str) -> None:
-    assert reason_of(url) == "url_invalid"
-
-
-def test_nobody_there() -> None:
+def test_what_is_no_url_and_nobody_there() -> None:
+    for url in ("http://", "http:///a.png", "http://a:b@127.0.0.1/a.png", "http://127.0.0.1:99999/a", "ftp://a.org/b"):
+        assert reason_of(url) == "url_invalid", url
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert reason_of(f"http://127.0.0.1:{port}/a.png") == "url_unreachable"
     assert reason_of("http://no-such-host.invalid/a.png") == "url_unreachable"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::1]", "[::ffff:127.0.0.1]", "2130706433"])
+@table("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::1]", "[::ffff:127.0.0.1]", "2130706433"])
 def test_private_addresses_are_refused(host: str, site: Site) -> None:
     (ref,) = image_refs(f"http://{host}:{site.url.rpartition(':')[2]}/a.png", where=WHERE, folder=site.url)
     assert reason_of(str(ref.source), allow_private_addresses=False) == "url_private_address"
     assert not site.asked, "nothing was sent to it"
 
 
-@table(
-    ("address", "public"),
-    [
-        ("93.184.216.34", True),
-        ("2606:2800:220:1:248:1893:25c8:1946", True),
-        ("10.1.2.3", False),
-        ("172.16.0.1", False),
-        ("192.168.1.1", False),
-        ("169.254.169.254", False),
-        ("100.64.0.1", False),
-        ("224.0.0.1", False),
-        ("fe80::1%eth0", False),
-        ("fd00::1", False),
-        ("::ffff:10.0.0.1", False),
-        ("64:ff9b::7f00:1", False),
-        ("64:ff9b::5db8:d822", True),
-        ("64:ff9b:1::5db8:d822", False),
-        ("fec0::1", False),
-        ("2002:7f00:1::", False),
-        ("::127.0.0.1", False),
-        ("::93.184.216.34", False),
-        ("::ffff:0:127.0.0.1", False),
-        ("::ffff:0:93.184.216.34", False),
-        ("::ffff:93.184.216.34", True),
-        ("168.63.129.16", False),
-        ("168.63.129.17", True),
-        ("::ffff:168.63.129.16", False),
-        ("64:ff9b::a83f:8110", False),
-    ],
-)
+PUBLIC = [
+    *("93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946", "64:ff9b::5db8:d822", "::ffff:93.184.216.34"),
+    "168.63.129.17",
+]
+PRIVATE = [
+    *("10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "224.0.0.1", "fe80::1%eth0", "fd00::1"),
+    *("::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b:1::5db8:d822", "fec0::1", "2002:7f00:1::", "::127.0.0.1"),
+    *("::93.184.216.34", "::ffff:0:127.0.0.1", "::ffff:0:93.184.216.34", "168.63.129.16", "::ffff:168.63.129.16"),
+    "64:ff9b::a83f:8110",
+]
+
+
+@table(("address", "public"), [*((each, True) for each in PUBLIC), *((each, False) for each in PRIVATE)])
 def test_which_addresses_are_public(address: str, public: bool) -> None:
     assert is_public(address) is public
 
@@ -220,16 +182,13 @@ def _secure_site(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Site, list[s
 
 
 def test_tls_names_the_host_and_not_its_pinned_address(secure_site: tuple[Site, list[str | None]]) -> None:
+    """Another host of this address has no certificate: a redirect to it must not go over the first connection."""
     site, asked_names = secure_site
     port = site.url.rpartition(":")[2]
     assert fetch(f"https://images.example:{port}/a.png", WHERE, limits()) == png()
     assert asked_names == ["images.example"]
-
-
-def test_a_certificate_for_another_host_is_refused(secure_site: tuple[Site, list[str | None]]) -> None:
-    """Of the same address: a redirect to it must not go over the connection of the first host either."""
-    site, asked_names = secure_site
-    port = site.url.rpartition(":")[2]
+    asked_names.clear()
+    site.asked.clear()
     assert reason_of(f"https://other.example:{port}/a.png") == "url_unreachable"
     redirect = f"https://images.example:{port}/to/https://other.example:{port}/a.png"
     assert reason_of(redirect) == "url_unreachable"
@@ -238,9 +197,7 @@ def test_a_certificate_for_another_host_is_refused(secure_site: tuple[Site, list
 
 
 def test_what_has_come_once_is_kept(site: Site, tmp_path: Path) -> None:
-    def read(url: str, where: str) -> bytes:
-        return fetch(url, where, limits())
-
+    read = partial(fetch, limits=limits())
     kept = FetchedFiles(tmp_path / "images", 1.0, read)
     assert kept(f"{site.url}/a.png", WHERE) == kept(f"{site.url}/a.png", WHERE) == png()
     again = FetchedFiles(tmp_path / "images", 1.0, read)
@@ -260,29 +217,20 @@ def test_what_is_half_written_takes_no_room_in_the_cache(tmp_path: Path) -> None
     assert sum(file.name[0] != "." for file in tmp_path.iterdir()) == 1
 
 
-class FullDisk(io.BytesIO):
-    def write(self, _: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_not_the_servers_fault(site: Site) -> None:
-    """`copied_once` turns it into what to do; asking again would not help."""
+def test_a_full_disk_is_not_the_servers_fault(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking again would not help, and a run that skips bad rows would drop an image that cannot be kept for good."""
+    monkeypatch.setattr(os, "replace", full)
+    file = io.BytesIO()
+    file.write = full  # type: ignore[method-assign, assignment]
     with pytest.raises(OSError, match="No space left on device") as caught:
-        download(f"{site.url}/big", WHERE, limits(retries=3), FullDisk())
+        download(f"{site.url}/big", WHERE, limits(retries=3), file)
     assert not isinstance(caught.value, BadRowError)
     assert site.asked == ["/big"]
-
-
-def test_an_image_that_cannot_be_kept_is_no_bad_row(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that skips bad rows would drop it for good."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    kept = FetchedFiles(tmp_path, 1.0, lambda url, where: fetch(url, where, limits()))
+    kept = FetchedFiles(tmp_path, 1.0, partial(fetch, limits=limits()))
     with pytest.raises(OSError, match="No space left on device") as caught:
         kept(f"{site.url}/a.png", WHERE)
     assert not isinstance(caught.value, DataError)
@@ -293,9 +241,9 @@ LIMITS = UrlLimits(url_timeout_seconds=0.3, retries=0, allow_private_addresses=T
 PAUSE_SECONDS = 60.0
 
 
+@dataclass
 class Clock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    seconds: float = 0.0
 
     def __call__(self) -> float:
         return self.seconds
@@ -346,15 +294,12 @@ def test_a_host_that_comes_back_is_asked_again() -> None:
         assert read(f"{site.url}/a.png", "row 4") == b"picture"
 
 
-def test_what_is_wrong_with_one_image_is_not_the_hosts_fault() -> None:
+def test_what_is_wrong_with_one_image_is_not_the_hosts_fault_and_without_a_pause_each_is_asked_for() -> None:
     with served({"/a.png": b"picture"}) as site:
         read = hosts([], Clock())
         assert {failure_of(read, f"{site.url}/none-{n}") for n in range(9)} == {"url_status_404"}
         assert read(f"{site.url}/a.png", "row 4") == b"picture"
-
-
-def test_without_a_pause_every_image_is_asked_for() -> None:
-    with served({}) as site:
+        site.asked.clear()
         read = hosts([], Clock(), pause_seconds=0)
         assert {failure_of(read, f"{site.url}/status/503") for _ in range(5)} == {"url_status_503"}
         assert len(site.asked) == 5

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -28,10 +27,14 @@ WHERE = "train.parquet row 12, image 1"
 
 def open_bytes(content: bytes, *, max_mib: float = 32, max_megapixels: float = 64) -> Image.Image:
     """With every conversion that there is."""
-    ref = ImageRef(source=content, where=WHERE)
-    return ImageOpener(max_image_mib=max_mib, max_image_megapixels=max_megapixels, convert_images=get_args(Conversion))(
-        ref
-    )
+    limits = {"max_image_mib": max_mib, "max_image_megapixels": max_megapixels}
+    return ImageOpener(**limits, convert_images=get_args(Conversion))(ImageRef(source=content, where=WHERE))  # type: ignore[arg-type]
+
+
+def opened(source: Any, *convert_images: Conversion) -> Image.Image:
+    """Without a conversion but those."""
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=1, convert_images=convert_images)
+    return opener(ImageRef(source=source, where=WHERE))
 
 
 def values(image: Image.Image) -> NDArray[np.uint8]:
@@ -42,18 +45,18 @@ def colours(height: int = 5, width: int = 7) -> NDArray[np.uint8]:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
+@table("kind", ["PNG", "BMP", "TIFF", "PPM"])
 def test_bytes_path_and_values_open_alike(kind: str, tmp_path: Path) -> None:
     pixels = colours()
     content = encoded(Image.fromarray(pixels), kind)
     (tmp_path / "a.bin").write_bytes(content)
     for source in (content, str(tmp_path / "a.bin"), pixels):
-        image = ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=source))
+        image = opened(source)
         assert image.mode == "RGB"
         np.testing.assert_array_equal(values(image), pixels)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "JPEG2000"])
+@table("kind", ["JPEG", "WEBP", "JPEG2000"])
 def test_lossy_formats_open(kind: str) -> None:
     image = open_bytes(encoded(Image.new("RGB", (32, 16), (200, 60, 30)), kind))
     assert image.size == (32, 16)
@@ -63,10 +66,10 @@ def test_lossy_formats_open(kind: str) -> None:
 def test_alpha_is_flattened_on_white() -> None:
     rgba = np.zeros((1, 3, 4), dtype=np.uint8)
     rgba[0, :, 3] = (255, 51, 0)
-    opened = values(open_bytes(encoded(Image.fromarray(rgba))))
-    np.testing.assert_array_equal(opened[0, :, 0], (0, 204, 255))
+    shown = values(open_bytes(encoded(Image.fromarray(rgba))))
+    np.testing.assert_array_equal(shown[0, :, 0], (0, 204, 255))
     grey = Image.fromarray(rgba[..., 2:].copy(), "LA")
-    np.testing.assert_array_equal(values(open_bytes(encoded(grey))), opened)
+    np.testing.assert_array_equal(values(open_bytes(encoded(grey))), shown)
 
 
 def test_noise_below_full_transparency_is_white() -> None:
@@ -80,48 +83,33 @@ def test_noise_below_full_transparency_is_white() -> None:
     np.testing.assert_array_equal(grey, np.repeat(seen[..., 2:], 3, axis=2))
 
 
-def test_opaque_alpha_changes_nothing() -> None:
+def test_opaque_alpha_changes_nothing_and_a_transparent_colour_is_white() -> None:
     image = Image.fromarray(colours())
-    opened = open_bytes(encoded(image.convert("RGBA")))
-    np.testing.assert_array_equal(values(opened), values(image))
-
-
-def test_palette_and_its_transparent_colour() -> None:
+    np.testing.assert_array_equal(values(open_bytes(encoded(image.convert("RGBA")))), values(image))
     palette = Image.new("P", (2, 1))
     palette.putpalette([255, 0, 0, 0, 0, 255])
     palette.putpixel((1, 0), 1)
     assert values(open_bytes(encoded(palette))).tolist() == [[[255, 0, 0], [0, 0, 255]]]
-    opened = open_bytes(encoded(palette, transparency=1))
-    assert values(opened).tolist() == [[[255, 0, 0], [255, 255, 255]]]
-
-
-def test_transparent_colour_without_alpha_channel() -> None:
+    assert values(open_bytes(encoded(palette, transparency=1))).tolist() == [[[255, 0, 0], [255, 255, 255]]]
     image = Image.fromarray(np.array([[0, 9]], dtype=np.uint8))
     assert values(open_bytes(encoded(image, transparency=0)))[0, :, 0].tolist() == [255, 9]
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+@table("kind", ["PNG", "TIFF", "PPM"])
 def test_sixteen_bit_grey_is_scaled(kind: str) -> None:
     wide = np.array([[0, 257, 32768, 65535]], dtype=np.uint16)
-    opened = values(open_bytes(encoded(Image.fromarray(wide), kind)))
-    assert opened[0, :, 0].tolist() == [0, 1, 128, 255]
-    assert opened.shape == (1, 4, 3)
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_pixels_of_unknown_range_are_refused(dtype: type) -> None:
-    content = encoded(Image.fromarray(np.ones((2, 2), dtype=dtype)), "TIFF")
-    with pytest.raises(DataError, match=r"row 12, image 1: pixels are 32-bit numbers .* save the image with 8"):
-        open_bytes(content)
+    shown = values(open_bytes(encoded(Image.fromarray(wide), kind)))
+    assert shown[0, :, 0].tolist() == [0, 1, 128, 255]
+    assert shown.shape == (1, 4, 3)
 
 
 def test_cmyk() -> None:
-    opened = open_bytes(encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF"))
-    assert values(opened)[4, 4].tolist() == [255, 0, 0]
+    shown = open_bytes(encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF"))
+    assert values(shown)[4, 4].tolist() == [255, 0, 0]
     assert open_bytes(encoded(Image.new("CMYK", (8, 8)), "JPEG")).mode == "RGB"
 
 
-@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+@table("kind", ["GIF", "PNG", "WEBP"])
 def test_first_frame_of_an_animation(kind: str) -> None:
     red, blue = Image.new("RGB", (8, 8), (255, 0, 0)), Image.new("RGB", (8, 8), (0, 0, 255))
     options = {"lossless": True} if kind == "WEBP" else {}
@@ -135,11 +123,11 @@ def test_exif_rotation_is_applied_once(orientation: int, kind: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     content = encoded(Image.fromarray(colours()), kind, exif=exif)
-    opened = open_bytes(content)
+    shown = open_bytes(content)
     expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
-    np.testing.assert_array_equal(values(opened), values(expected))
-    np.testing.assert_array_equal(values(ImageOps.exif_transpose(opened)), values(opened))
-    assert opened.size == ((5, 7) if orientation > 4 else (7, 5))
+    np.testing.assert_array_equal(values(shown), values(expected))
+    np.testing.assert_array_equal(values(ImageOps.exif_transpose(shown)), values(shown))
+    assert shown.size == ((5, 7) if orientation > 4 else (7, 5))
 
 
 def turned(kind: str) -> bytes:
@@ -148,7 +136,7 @@ def turned(kind: str) -> bytes:
     return encoded(Image.fromarray(colours()), kind, exif=exif)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@table("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_it_is_known_whether_an_image_is_turned(kind: str) -> None:
     opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)
     upright, pillows = encoded(Image.fromarray(colours()), kind), Image.open(io.BytesIO(turned(kind)))
@@ -160,26 +148,18 @@ def test_it_is_known_whether_an_image_is_turned(kind: str) -> None:
         ImageOpener(max_image_mib=1, max_image_megapixels=1e-6).is_turned(ImageRef(source=turned(kind)))
 
 
-def sixteen_bit_colours(kind: str) -> bytes:
-    """Pillow writes none, and reads them as 8 bits: by hand, one red pixel."""
-    if kind == "PPM":
-        return b"P6 1 1 65535\n" + struct.pack(">3H", 65535, 0, 0)
-    if kind == "plain PPM":
-        return b"P3 # of\r1 1 65535\n65535 0 0\n"
-    row = b"\0" + struct.pack(">3H", 65535, 0, 0)
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(row)) + chunk(b"IEND", b"")
-
-
+RED = struct.pack(">3H", 65535, 0, 0)
+SIXTEEN_BIT_COLOURS = [
+    png_of(1, 1, 16, b"\0" + RED),
+    b"P6 1 1 65535\n" + RED,
+    b"P3 # of\r1 1 65535\n65535 0 0\n",
+]
+"""One red pixel as PNG, PPM and plain PPM, by hand: Pillow writes none, and reads them as 8 bits."""
 CONVERTIBLE = {
     "cmyk": [encoded(Image.new("CMYK", (8, 8)), "JPEG"), encoded(Image.new("CMYK", (8, 8)), "TIFF")],
     "16_bit": [
         *(encoded(Image.fromarray(np.zeros((4, 4), np.uint16)), kind) for kind in ("PNG", "TIFF", "JPEG2000")),
-        *(sixteen_bit_colours(kind) for kind in ("PNG", "PPM", "plain PPM")),
+        *SIXTEEN_BIT_COLOURS,
         b"P2 1 1 65535\n65535\n",
     ],
     "frames": [
@@ -194,33 +174,31 @@ CONVERTIBLE = {
 def test_what_needs_a_conversion_is_refused_until_it_is_asked_for(kind: Conversion) -> None:
     assert CONVERTIBLE.keys() == set(get_args(Conversion))
     for content in CONVERTIBLE[kind]:
-        ref = ImageRef(source=content, where=WHERE)
         with pytest.raises(BadRowError, match=rf"image 1: the image .*, add {kind} to convert_images$") as error:
-            ImageOpener(max_image_mib=1, max_image_megapixels=1)(ref)
+            opened(content)
         assert error.value.reason == f"image_{kind}"
-        assert ImageOpener(max_image_mib=1, max_image_megapixels=1, convert_images=[kind])(ref).mode == "RGB"
+        assert opened(content, kind).mode == "RGB"
 
 
 def test_sixteen_bit_colours_become_eight() -> None:
-    for kind in ("PNG", "PPM", "plain PPM"):
-        assert values(open_bytes(sixteen_bit_colours(kind))).tolist() == [[[255, 0, 0]]]
+    for content in SIXTEEN_BIT_COLOURS:
+        assert values(open_bytes(content)).tolist() == [[[255, 0, 0]]]
 
 
 def test_a_second_small_picture_in_a_photo_is_no_film() -> None:
     photo = encoded(Image.fromarray(colours()), "MPO", save_all=True, append_images=[Image.new("RGB", (2, 2))])
-    assert ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=photo)).size == (7, 5)
+    assert opened(photo).size == (7, 5)
 
 
 def test_a_picture_of_pillow_is_checked_like_any_other(tmp_path: Path) -> None:
     picture = Image.fromarray(colours())
-    opened = ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=picture))
-    np.testing.assert_array_equal(values(opened), colours())
+    np.testing.assert_array_equal(values(opened(picture)), colours())
     (tmp_path / "half.png").write_bytes(encoded(Image.fromarray(colours(64, 64)))[:3000])
     lazy = Image.open(tmp_path / "half.png")
     with pytest.raises(DataError, match=r"the image is damaged"):
-        ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=lazy))
+        opened(lazy)
     with pytest.raises(DataError, match=r"above max_image_megapixels"):
-        ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=Image.new("1", (2000, 2000))))
+        opened(Image.new("1", (2000, 2000)))
 
 
 def test_bomb_is_refused_from_its_header() -> None:
@@ -245,14 +223,14 @@ def test_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
         open_bytes(b"x" * 2000, max_mib=0.001)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "TIFF", "WEBP"])
+@table("kind", ["PNG", "JPEG", "GIF", "TIFF", "WEBP"])
 def test_half_a_file_is_an_error(kind: str) -> None:
     content = encoded(Image.fromarray(colours(64, 64)), kind)
     with pytest.raises(DataError, match=r"row 12, image 1: .*; replace the file$"):
         open_bytes(content[: len(content) // 2])
 
 
-@pytest.mark.parametrize(
+@table(
     ("content", "reason", "problem"),
     [
         (b"", "image_empty", "the file is empty (0 bytes)"),
@@ -261,7 +239,10 @@ def test_half_a_file_is_an_error(kind: str) -> None:
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "image_unknown_format", "with pixels in a known format"),
         (png_of(9000, 9000), "image_too_many_pixels", "9000x9000"),
         (png_of(9, 9, body=b"short"), "image_damaged", "the image is damaged"),
-        (encoded(Image.fromarray(np.ones((2, 2), np.int32)), "TIFF"), "image_32_bit", "32-bit numbers"),
+        *(
+            (encoded(Image.fromarray(np.ones((2, 2), dtype)), "TIFF"), "image_32_bit", "pixels are 32-bit numbers")
+            for dtype in (np.int32, np.float32)
+        ),
     ],
 )
 def test_what_is_no_image(content: bytes, reason: str, problem: str) -> None:
@@ -272,12 +253,6 @@ def test_what_is_no_image(content: bytes, reason: str, problem: str) -> None:
     assert str(error.value).startswith(f"{WHERE}: ")
 
 
-@pytest.mark.parametrize("path", ["https://a.org/b.png", "s3://bucket/b.png"])
-def test_without_a_fetcher_nothing_is_read_from_the_network(path: str) -> None:
-    with pytest.raises(DataError, match=r"is not on this machine; download it"):
-        ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=path, where=WHERE))
-
-
 def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "pointer.png").write_text("version https://git-lfs.github.com/spec/v1")
     for path, problem in [
@@ -286,24 +261,26 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
         (str(tmp_path), "is not a regular file"),
         ("a\0b", "the file cannot be read"),
         ("x" * 5000, "the file cannot be read"),
+        # without a fetcher nothing is read from the network
+        *((url, r"is not on this machine; download it") for url in ("https://a.org/b.png", "s3://bucket/b.png")),
     ]:
         with pytest.raises(DataError, match=problem):
-            ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=path, where=WHERE))
+            opened(path)
 
 
-@pytest.mark.parametrize(
-    ("make", "problem"),
+@table(
+    ("shape", "dtype", "problem"),
     [
-        (lambda: np.zeros((4, 4, 4), np.uint8), r"an array of uint8 with shape \[4, 4, 4\] is not an RGB picture"),
-        (lambda: np.zeros((4, 4, 3), np.float32), r"an array of float32"),
-        (lambda: np.zeros((4, 4), np.uint8), r"shape \[4, 4\]"),
-        (lambda: np.zeros((0, 4, 3), np.uint8), r"the image is empty \(4x0 pixels\)"),
-        (lambda: np.zeros((1001, 1000, 3), np.uint8), r"1000x1001 pixels \(1\.0 megapixels\), above"),
+        ((4, 4, 4), np.uint8, r"an array of uint8 with shape \[4, 4, 4\] is not an RGB picture"),
+        ((4, 4, 3), np.float32, r"an array of float32"),
+        ((4, 4), np.uint8, r"shape \[4, 4\]"),
+        ((0, 4, 3), np.uint8, r"the image is empty \(4x0 pixels\)"),
+        ((1001, 1000, 3), np.uint8, r"1000x1001 pixels \(1\.0 megapixels\), above"),
     ],
 )
-def test_arrays_that_are_no_picture(make: Callable[[], NDArray[np.uint8]], problem: str) -> None:
+def test_arrays_that_are_no_picture(shape: tuple[int, ...], dtype: type, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
-        ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=make(), where=WHERE))
+        opened(np.zeros(shape, dtype))
 
 
 SEEDS = [encoded(Image.fromarray(colours(9, 9)), kind) for kind in ("PNG", "JPEG", "GIF", "TIFF", "WEBP", "BMP")]
@@ -320,13 +297,9 @@ def test_damaged_files_open_or_are_a_data_error(content: bytes, edits: list[tupl
     for place, value in edits:
         damaged[int(place * len(damaged))] = value
     try:
-        image = open_bytes(bytes(damaged), max_megapixels=1)
+        assert open_bytes(bytes(damaged), max_megapixels=1).mode == "RGB"
     except DataError as error:
-        message = str(error)
-    else:
-        assert image.mode == "RGB"
-        return
-    assert message.startswith(WHERE)
+        assert str(error).startswith(WHERE)  # noqa: PT017 (most files open)
 
 
 def with_scans(count: int) -> bytes:
@@ -343,19 +316,17 @@ def with_chunks(count: int) -> bytes:
     return content[:33] + empty * count + content[33:]
 
 
-def with_segments(count: int) -> bytes:
+def with_segments(count: int, segment: bytes = b"\xff\xe1\x00\x02") -> bytes:
     content = encoded(Image.fromarray(colours()), "JPEG")
-    return content[:2] + b"\xff\xe1\x00\x02" * count + content[2:]
-
-
-def with_fill(count: int) -> bytes:
-    content = encoded(Image.fromarray(colours()), "JPEG")
-    return content[:2] + b"\xff" * count + content[2:]
+    return content[:2] + segment * count + content[2:]
 
 
 def with_pages(count: int) -> bytes:
     pages = [Image.new("L", (1, 1))] * count
     return encoded(pages[0], "TIFF", save_all=True, append_images=pages[1:])
+
+
+SIDES = ("width", "height", "tile_width", "tile_height")
 
 
 def jpeg2000(**changed: int) -> bytes:
@@ -374,12 +345,9 @@ def jpeg2000(**changed: int) -> bytes:
         (with_scans(200), "more than 100 scans"),
         (with_chunks(2_500_000), "chunks"),
         (with_segments(100_000), "more than 10000 segments"),
-        (with_fill(5_000_000), "more than 10000 segments"),
+        (with_segments(5_000_000, b"\xff"), "more than 10000 segments"),
         (with_pages(1200), "more than 1000 pages"),
-        (
-            jpeg2000(width=7000, height=7000, tile_width=7000, tile_height=7000),
-            "decoding JPEG 2000 of 7000x7000 pixels takes 1122 MiB, above 732",
-        ),
+        (jpeg2000(**dict.fromkeys(SIDES, 7000)), "decoding JPEG 2000 of 7000x7000 pixels takes 1122 MiB, above 732"),
         (jpeg2000(width=60_000, height=60_000, tile_width=1, tile_height=1), "tiles"),
         (jpeg2000(components=16_384), "has 16384 components"),
         (encoded(Image.fromarray(colours()), "JPEG2000") + jpeg2000(components=5), "has 5 components"),
@@ -400,7 +368,7 @@ def test_scans_chunks_pages_and_tiles_of_usual_files_are_no_matter() -> None:
         with_scans(3) + b"\xff\xda\0\2" * 300,
         with_chunks(100),
         with_segments(20),
-        with_fill(9),
+        with_segments(9, b"\xff"),
         with_pages(9),
         jpeg2000(),
         jpeg2000(tile_width=16),

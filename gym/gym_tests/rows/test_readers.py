@@ -21,11 +21,10 @@ from PIL import Image
 from fovea_gym.errors import BadRowError, DataError, MissingExtraError
 from fovea_gym.rows import access
 from fovea_gym.rows.access import RowAccess, UrlLimits
-from fovea_gym.rows.images import ImageOpener
 from fovea_gym.rows.readers import parquet
 from fovea_gym.rows.rows import Rows, image_refs, open_rows
 from fovea_gym.utils.installing import pip_install
-from gym_tests.images import png
+from gym_tests.images import from_array, png
 from gym_tests.rows.three_rows import ROWS, as_csv, opened
 from gym_tests.rows.web import served
 from gym_tests.tables import table
@@ -33,39 +32,27 @@ from gym_tests.tables import table
 PNG = png(width=3, height=2)
 
 
-def as_parquet(path: Path) -> str:
-    pq.write_table(pa.Table.from_pylist(ROWS), path / "r.parquet")
-    return str(path / "r.parquet")
+def written(file: Path, text: str) -> str:
+    file.write_text(text, encoding="utf-8")
+    return str(file)
 
 
 def as_jsonl(path: Path) -> str:
     lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
-    (path / "r.jsonl").write_text("\ufeff" + "\n\n".join(lines), encoding="utf-8")
-    return str(path / "r.jsonl")
+    return written(path / "r.jsonl", "\ufeff" + "\n\n".join(lines))
 
 
 def as_json(path: Path) -> str:
-    (path / "r.json").write_text(json.dumps(ROWS, indent=2))
-    return str(path / "r.json")
+    return written(path / "r.json", json.dumps(ROWS, indent=2))
 
 
 def as_lines_called_json(path: Path) -> str:
-    (path / "r.json").write_text("".join(json.dumps(row) + "\r\n" for row in ROWS))
-    return str(path / "r.json")
+    return written(path / "r.json", "".join(json.dumps(row) + "\r\n" for row in ROWS))
 
 
 def as_tsv(path: Path) -> str:
     pd.DataFrame(ROWS).to_csv(path / "r.tsv", index=False, sep="\t", lineterminator="\r\n")
     return str(path / "r.tsv")
-
-
-def as_path(path: Path) -> object:
-    return Path(as_jsonl(path))
-
-
-def as_saved_dataset(path: Path) -> str:
-    datasets.Dataset.from_list(ROWS).save_to_disk(path / "saved")
-    return str(path / "saved")
 
 
 def as_saved_splits(path: Path) -> str:
@@ -74,8 +61,14 @@ def as_saved_splits(path: Path) -> str:
     return f"{path / 'splits'}@train"
 
 
-def as_url(path: Path) -> str:
-    return f"file://{as_jsonl(path)}"
+def as_parquet(path: Path, table: pa.Table | None = None) -> str:
+    pq.write_table(pa.Table.from_pylist(ROWS) if table is None else table, path / "r.parquet")
+    return str(path / "r.parquet")
+
+
+def as_saved_dataset(path: Path) -> str:
+    datasets.Dataset.from_list(ROWS).save_to_disk(path / "saved")
+    return str(path / "saved")
 
 
 @table(
@@ -86,20 +79,23 @@ def as_url(path: Path) -> str:
         ROWS,
         {name: [row[name] for row in ROWS] for name in ROWS[0]},
         datasets.Dataset.from_list(ROWS),
-        *(as_path, as_saved_dataset, as_saved_splits, as_url),
+        *(
+            as_saved_dataset,
+            as_saved_splits,
+            lambda path: Path(as_jsonl(path)),
+            lambda path: f"file://{as_jsonl(path)}",
+        ),
     ],
 )
 def test_every_form_gives_the_same_rows(form: object, tmp_path: Path) -> None:
     rows = opened(form(tmp_path) if callable(form) else form, tmp_path)
     assert [dict(row) for row in rows] == ROWS
-    assert rows.columns == ["n", "text", "image"]
-    assert list(rows.column("n")) == ["0", "1", "2"]
-    assert dict(rows[-1]) == ROWS[2]
+    assert (rows.columns, list(rows.column("n")), dict(rows[-1])) == (["n", "text", "image"], [*"012"], ROWS[2])
     assert len({rows.key(n) for n in range(3)}) == 3
     assert rows.where(1).endswith((" row 1", " line 2", " line 3"))
 
 
-@pytest.mark.parametrize("make", [as_jsonl, as_lines_called_json, as_csv, as_tsv])
+@table("make", [as_jsonl, as_lines_called_json, as_csv, as_tsv])
 def test_a_row_is_named_by_its_line_in_an_editor(make: Callable[[Path], str], tmp_path: Path) -> None:
     """Lines of a file with a header, empty lines and a row of two lines, as `open` counts them."""
     path = Path(make(tmp_path))
@@ -111,22 +107,16 @@ def test_a_row_is_named_by_its_line_in_an_editor(make: Callable[[Path], str], tm
         assert text in lines[int(number) - 1]
 
 
-@pytest.mark.parametrize(
+@table(
     ("source", "problem"),
     [
         (7, r"of type int holds no rows that can be read; give a pandas DataFrame, a datasets.Dataset, a list"),
         ((row for row in ROWS), "of type generator holds no rows that can be read"),
         (["a question"], "row 0 is of type str, not a mapping of columns to cells; write it as"),
         ({"n": [1, 2], "text": ["one"]}, "lists of equal length, but are: n 2, text 1; correct them"),
-        ({"n": 1}, "lists of equal length, but are: n no list; correct them"),
-        ({"n": "text"}, "lists of equal length, but are: n no list; correct them"),
-        ({"n": {0: "one"}}, "lists of equal length, but are: n no list; correct them"),
-        ({"n": {"one", "two"}}, "lists of equal length, but are: n no list; correct them"),
+        *(({"n": cell}, "lists of equal length, but are: n no list") for cell in (1, "text", {0: "a"}, {"a", "b"})),
         ([], "holds no rows"),
-        (
-            datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
-            "with the splits train was given; give one",
-        ),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "with the splits train was given"),
     ],
 )
 def test_an_object_that_holds_no_rows(source: object, problem: str, tmp_path: Path) -> None:
@@ -147,8 +137,8 @@ def test_columns_of_pandas_are_read_by_place(tmp_path: Path) -> None:
 
 def test_pictures_and_paths_of_ones_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths from the user's own code may lead anywhere, unless `image_root` says where images are."""
-    (tmp_path / "far").mkdir()
-    (tmp_path / "here").mkdir()
+    for folder in ("far", "here"):
+        (tmp_path / folder).mkdir()
     picture = Image.new("RGB", (4, 4), "red")
     picture.save(tmp_path / "far" / "x.png")
     monkeypatch.chdir(tmp_path / "here")
@@ -157,7 +147,7 @@ def test_pictures_and_paths_of_ones_own_code(tmp_path: Path, monkeypatch: pytest
         rows = opened(source, tmp_path)
         for index in range(len(cells)):
             (ref,) = image_refs(rows[index]["image"], where="w", folder=rows.folder(index))
-            assert ImageOpener(max_image_mib=1, max_image_megapixels=1)(ref).getpixel((0, 0)) == (255, 0, 0)
+            assert from_array(ref).getpixel((0, 0)) == (255, 0, 0)
         rooted = opened(source, tmp_path, image_root=str(tmp_path / "far"))
         (ref,) = image_refs("x.png", where="w", folder=rooted.folder(0))
         assert ref.source == str(tmp_path / "far" / "x.png")
@@ -165,27 +155,15 @@ def test_pictures_and_paths_of_ones_own_code(tmp_path: Path, monkeypatch: pytest
             image_refs("../here/x.png", where="w", folder=rooted.folder(0))
 
 
-def repeated_csv(path: Path) -> object:
-    (path / "r.csv").write_text("image,answer,image\na.png,1,b.png\n")
-    return str(path / "r.csv")
-
-
-def repeated_parquet(path: Path) -> object:
-    pq.write_table(pa.table([[1], [2], [3]], names=["image", "answer", "image"]), path / "r.parquet")
-    return str(path / "r.parquet")
-
-
-def repeated_frame(_: Path) -> object:
-    return pd.DataFrame([[1, 2, 3]], columns=["image", "answer", "image"])
-
-
-def repeated_by_renaming(path: Path) -> object:
-    (path / "pets").mkdir()
-    (path / "pets" / "metadata.csv").write_text("file_name,answer,image\na.png,1,b.png\n")
-    return str(path / "pets")
-
-
-@pytest.mark.parametrize("make", [repeated_csv, repeated_parquet, repeated_frame, repeated_by_renaming])
+@table(
+    "make",
+    [
+        lambda path: written(path / "r.csv", "image,answer,image\na.png,1,b.png\n"),
+        lambda path: as_parquet(path, pa.table([[1], [2], [3]], names=["image", "answer", "image"])),
+        lambda _path: pd.DataFrame([[1, 2, 3]], columns=["image", "answer", "image"]),
+        lambda path: written(path / "metadata.csv", "file_name,answer,image\na.png,1,b.png\n").rpartition("/")[0],
+    ],
+)
 def test_a_column_name_that_comes_twice(make: Callable[[Path], object], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"sources: .* has several columns called 'image', of which one"):
         opened(make(tmp_path), tmp_path)
@@ -195,9 +173,7 @@ def test_a_key_that_comes_twice_makes_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"n": 1}\n{"n": 2, "answer": "1", "answer": "2"}\n')
     rows = opened(str(tmp_path / "a.jsonl"), tmp_path)
     assert rows[0] == {"n": 1}
-    with pytest.raises(
-        BadRowError, match=r"a.jsonl line 2: cannot be read \(an object has several values for 'answer'\)"
-    ):
+    with pytest.raises(BadRowError, match=r"a.jsonl line 2: cannot be read \(an object has several values for 'answer"):
         rows[1]
 
 
@@ -253,27 +229,22 @@ def test_a_broken_row_breaks_no_other(tmp_path: Path) -> None:
     assert rows[4] == {"a": "9", "b": None}
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "content", "problem"),
     [
         ("a.json", '[{"n": 1}, {"n": 2}', "is a JSON list that does not end"),
         ("a.csv", 'a,b\n1,2\n"3,4\n5,6\n', "not a CSV file that can be read"),
         ("a.csv", "a,b\n", "a.csv holds no rows"),
-        ("a.jsonl", "\n\n", "a.jsonl holds no rows"),
-        ("a.jsonl", "", "a.jsonl holds no rows"),
+        *(("a.jsonl", content, "a.jsonl holds no rows") for content in ("\n\n", "")),
         ("a.txt", "x", "is not one of .parquet, .jsonl"),
         ("a.csv", "größe,answer\n1,2\n", r"the header of .*a.csv cannot be read .*; save the file as UTF-8"),
         ("a.jsonl", '[{"a": 1}, {"a": 2}]', r"a\.jsonl is a JSON list; name it a\.json, or write one object a"),
         (
             "a.jsonl",
-            json.dumps([{"a": 1}, {"a": 2}], indent=2),
-            r"a\.jsonl is a JSON list; name it a\.json, or write one object a",
+            '[\n  {\n    "a": 1\n  },\n  {\n    "a": 2\n  }\n]',
+            r"a\.jsonl is a JSON list; name it a\.json, or",
         ),
-        (
-            "a.jsonl",
-            '{"n": 1, "n": 2}\n{"n": 3, "n": 4}\n',
-            r"none of its rows can be read \(line 1: an object has several values for 'n'\); write each row",
-        ),
+        ("a.jsonl", '{"n": 1, "n": 2}\n{"n": 3, "n": 4}\n', r"none of its rows .* has several values for 'n'\); write"),
         ("a.jsonl", '{"n": 1}\r{"n": 2}\r', r"\(line 1: lines end in CR only, .*: tr '.r' '.n' < FILE > NEW\)"),
         ("a.csv", "a,b\r1,2\r3,4\r", r"not a CSV .* \(lines end in CR only, .*: tr '.r' '.n' < FILE > NEW\)"),
         ("a.json", f'[{{"n": {"1" * 5000}}}]', r"\(row 0: Exceeds the limit .* value has 5000 digits\); write each"),
@@ -331,14 +302,12 @@ def test_a_folder_of_images_with_a_table(tmp_path: Path) -> None:
     for source in (str(folder), f"{tmp_path / 'pets'}@train"):
         rows = opened(source, tmp_path)
         assert rows.columns == ["image", "text"]
-        assert [dict(row) for row in rows] == [
-            {"image": "cat.png", "text": "A cat?"},
-            {"image": None, "text": "No picture"},
-        ]
-        assert rows.where(0) == "train/metadata.csv line 2"
-        assert list(rows.column("image")) == ["cat.png", None]
+        images, texts = ["cat.png", None], ["A cat?", "No picture"]
+        assert [(row["image"], row["text"]) for row in rows] == [*zip(images, texts, strict=True)]
+        assert (rows.where(0), list(rows.column("image"))) == ("train/metadata.csv line 2", images)
         (ref,) = image_refs(rows[0]["image"], where="w", folder=rows.folder(0))
-        assert ImageOpener(max_image_mib=1, max_image_megapixels=1)(ref).getpixel((0, 0)) == (1, 2, 3)
+        assert from_array(ref).getpixel((0, 0)) == (1, 2, 3)
+        assert opened(source, tmp_path, image_root="/pictures").folder(0) == "/pictures"
     (folder / "metadata.csv").unlink()
     (folder / "metadata.jsonl").write_text('{"file_names": ["cat.png", "cat.png"], "mask_file_name": "cat.png"}\n')
     assert dict(opened(str(folder), tmp_path)[0]) == {"images": ["cat.png", "cat.png"], "mask": "cat.png"}
@@ -358,19 +327,16 @@ def test_splits_of_a_dataset_are_named(tmp_path: Path) -> None:
     for source, problem in [
         (name, f"no split named; its splits are train, test; write {name}@train"),
         (f"{name}@dev", "no split 'dev'; its splits are train, test"),
+        (f"{as_jsonl(tmp_path)}@train", "a file has no splits; name it without @train"),
     ]:
         with pytest.raises(DataError, match=problem):
             opened(source, tmp_path)
-    file = as_jsonl(tmp_path)
-    with pytest.raises(DataError, match=r"a file has no splits; name it without @train"):
-        opened(f"{file}@train", tmp_path)
 
 
 def test_a_folder_of_parquet_files_is_a_dataset(tmp_path: Path) -> None:
     (tmp_path / "repo" / "data").mkdir(parents=True)
-    table = pa.Table.from_pylist(ROWS)
     for split in ("train", "test"):
-        pq.write_table(table, tmp_path / "repo" / "data" / f"{split}-00000-of-00001.parquet")
+        pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "repo" / "data" / f"{split}-00000-of-00001.parquet")
     assert [dict(row) for row in opened(f"{tmp_path / 'repo'}@test", tmp_path)] == ROWS
 
 
@@ -407,38 +373,22 @@ def test_a_remote_file_and_the_images_beside_it(tmp_path: Path) -> None:
 
 
 def test_images_beside_a_table_in_a_bucket() -> None:
-    for image, source in [("a.png", "s3://b/data/a.png"), ("gs://c/a.png", "gs://c/a.png")]:
-        (ref,) = image_refs(image, where="w", folder="s3://b/data")
-        assert ref.source == source
+    refs = image_refs("a.png", "gs://c/a.png", where="w", folder="s3://b/data")
+    assert [ref.source for ref in refs] == ["s3://b/data/a.png", "gs://c/a.png"]
     for image in ("memory://b/a.png", "file:///etc/passwd", "../a.png", "/a.png"):
         with pytest.raises(BadRowError, match=r"leads out of s3://b/data") as error:
             image_refs(image, where="w", folder="s3://b/data")
         assert error.value.reason == "image_outside_folder"
 
 
-def test_image_root(tmp_path: Path) -> None:
-    (tmp_path / "tables").mkdir()
-    (tmp_path / "tables" / "a.jsonl").write_text('{"image": "x.png"}\n')
-    rows = opened(str(tmp_path / "tables" / "a.jsonl"), tmp_path, image_root=str(tmp_path / "pictures"))
-    (ref,) = image_refs(rows[0]["image"], where="w", folder=rows.folder(0))
-    assert ref.source == str(tmp_path / "pictures" / "x.png")
-
-
 def forms() -> Sequence[object]:
     text = base64.b64encode(PNG).decode()
     return [
-        PNG,
-        bytearray(PNG),
-        {"bytes": PNG, "path": "a.png"},
-        {"bytes": None, "path": "a.png"},
-        np.frombuffer(PNG, np.uint8),
-        np.array(PNG),
-        np.full((2, 3, 3), (1, 2, 3), np.uint8),
+        *(PNG, bytearray(PNG), {"bytes": PNG, "path": "a.png"}, {"bytes": None, "path": "a.png"}, "a.png"),
+        *(np.frombuffer(PNG, np.uint8), np.array(PNG), np.full((2, 3, 3), (1, 2, 3), np.uint8)),
         Image.new("RGB", (3, 2), (1, 2, 3)),
-        text,
-        "\n".join(text[start : start + 60] for start in range(0, len(text), 60)),
+        *(text, "\n".join(text[start : start + 60] for start in range(0, len(text), 60))),
         f"data:image/png;base64,{text}",
-        "a.png",
     ]
 
 
@@ -447,7 +397,7 @@ def test_every_form_of_an_image(tmp_path: Path) -> None:
     for image in forms():
         for cell in (image, [image], (image,)):
             (ref,) = image_refs(cell, where="w", folder=tmp_path)
-            opened_image = ImageOpener(max_image_mib=1, max_image_megapixels=1)(ref)
+            opened_image = from_array(ref)
             assert (opened_image.size, opened_image.getpixel((0, 0))) == ((3, 2), (1, 2, 3)), image
     objects = np.empty(2, dtype=object)
     objects[:] = [{"bytes": PNG, "path": None}, "a.png"]
@@ -457,24 +407,16 @@ def test_every_form_of_an_image(tmp_path: Path) -> None:
 @table(
     ("cell", "reason"),
     [
-        ("", "image_kind"),
-        (3, "image_kind"),
-        ([[PNG]], "image_kind"),
-        ([None], "image_kind"),
-        ({"bytes": None, "path": None}, "image_kind"),
-        ({"url": "x"}, "image_kind"),
-        ("data:text/plain,hello", "image_base64"),
-        ("data:image/png;base64,%%%", "image_base64"),
-        (base64.b64encode(PNG).decode()[:-5] + "!", "image_base64"),
+        *((cell, "image_kind") for cell in ("", 3, [[PNG]], [None], {"bytes": None, "path": None}, {"url": "x"})),
         ("a." + "/" * 100_000 + "b.png", "image_kind"),  # 0.1 s, were it resolved
-        ("../a.png", "image_outside_folder"),
-        ({"bytes": None, "path": "/etc/passwd"}, "image_outside_folder"),
-        ({"bytes": None, "path": "below/../../secret.png"}, "image_outside_folder"),
-        ("a\0b.png", "image_outside_folder"),
-        ("file:///etc/passwd", "image_outside_folder"),
-        ("s3://bucket/a.png::file:///etc/passwd", "url_invalid"),
-        ("http://[::1]/a.png::file:///etc/passwd", "url_invalid"),
-        ("sftp://intranet/a.png", "image_outside_folder"),
+        *((f"data:{text}", "image_base64") for text in ("text/plain,hello", "image/png;base64,%%%")),
+        (base64.b64encode(PNG).decode()[:-5] + "!", "image_base64"),
+        *(({"bytes": None, "path": path}, "image_outside_folder") for path in ("/etc/passwd", "in/../../secret.png")),
+        *(
+            (path, "image_outside_folder")
+            for path in ("../a.png", "a\0b.png", "file:///etc/passwd", "sftp://host/a.png")
+        ),
+        *((f"{url}/a.png::file:///etc/passwd", "url_invalid") for url in ("s3://bucket", "http://[::1]")),
     ],
 )
 def test_what_is_no_image_of_the_row(cell: object, reason: str, tmp_path: Path) -> None:

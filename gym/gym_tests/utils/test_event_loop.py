@@ -1,46 +1,45 @@
-"""Coroutines from ordinary code, how they end, and event loops that stop within a watched call."""
+"""Coroutines from ordinary code, work ahead, loops that stop within a watched call, and child processes."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
+from typing import Any
 
+import psutil
 import pytest
 
-from fovea_gym.utils.event_loop import BackgroundLoop, gather_or_cancel, wait_for
-
-
-async def press_ctrl_c() -> None:
-    raise KeyboardInterrupt
-
-
-async def several() -> None:
-    await asyncio.gather(*(press_ctrl_c() for _ in range(3)), asyncio.sleep(10))
+from fovea_gym.processes.child import ChildProcess
+from fovea_gym.utils.event_loop import BackgroundLoop, Prefetch, gather_or_cancel, wait_for
+from gym_tests.tables import table
 
 
 def test_ctrl_c_is_raised_once_and_not_logged_for_every_task(caplog: pytest.LogCaptureFixture) -> None:
+    async def press_ctrl_c() -> None:
+        raise KeyboardInterrupt
+
+    async def several() -> None:
+        await asyncio.gather(*(press_ctrl_c() for _ in range(3)), asyncio.sleep(10))
+
     with pytest.raises(KeyboardInterrupt):
         wait_for(several())
     gc.collect()
     assert caplog.records == []
 
 
-def test_a_result_comes_back_and_an_error_as_it_is() -> None:
-    async def fail() -> None:
-        raise ValueError("so")
-
-    assert wait_for(asyncio.sleep(0, result=3)) == 3
-    with pytest.raises(ValueError, match="so"):
-        wait_for(fail())
-
-
-def test_what_an_error_leaves_pending_has_ended_when_it_is_raised() -> None:
+@table(("gather", "ended_within"), [(asyncio.gather, []), (lambda *tasks: gather_or_cancel(tasks), ["slow"])])
+def test_what_an_error_leaves_pending_has_ended_when_it_is_raised(
+    gather: Callable[..., Any], ended_within: list[str]
+) -> None:
     ended: list[str] = []
 
     async def slow() -> None:
@@ -52,35 +51,17 @@ def test_what_an_error_leaves_pending_has_ended_when_it_is_raised() -> None:
 
     async def fails() -> None:
         await asyncio.sleep(0)
-        raise ValueError("so")
-
-    async def both() -> None:
-        await asyncio.gather(slow(), fails())
-
-    with pytest.raises(ValueError, match="so"):
-        wait_for(both())
-    assert ended == ["slow"]
-
-
-def test_gather_or_cancel_ends_the_others_before_it_raises() -> None:
-    ended: list[str] = []
-
-    async def slow() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append("slow")
-
-    async def fails() -> None:
-        await asyncio.sleep(0)
         raise ValueError("the second of two")
 
-    async def both() -> list[str]:
-        with pytest.raises(ValueError, match="the second of two"):
-            await gather_or_cancel([slow(), fails()])
-        return list(ended)
+    async def both() -> None:
+        try:
+            await gather(slow(), fails())
+        finally:
+            assert ended == ended_within
 
-    assert asyncio.run(both()) == ["slow"]
+    with pytest.raises(ValueError, match="the second of two"):
+        wait_for(both())
+    assert ended == ["slow"]
 
 
 def test_gather_or_cancel_returns_the_results_in_order() -> None:
@@ -89,7 +70,7 @@ def test_gather_or_cancel_returns_the_results_in_order() -> None:
             await asyncio.sleep(0)
         return turns
 
-    assert asyncio.run(gather_or_cancel(after(turns) for turns in (3, 1, 2))) == [3, 1, 2]
+    assert wait_for(gather_or_cancel(after(turns) for turns in (3, 1, 2))) == [3, 1, 2]
 
 
 def test_what_still_runs_on_a_background_loop_is_cancelled_when_it_closes() -> None:
@@ -113,14 +94,10 @@ def test_what_still_runs_on_a_background_loop_is_cancelled_when_it_closes() -> N
 
 
 def test_a_background_loop_starts_again_after_its_end() -> None:
-    async def one() -> int:
-        return 1
-
     loop = BackgroundLoop("tested")
-    assert loop.wait(one()) == 1
-    loop.close()
-    assert loop.wait(one()) == 1
-    loop.close()
+    for _ in range(2):
+        assert loop.wait(asyncio.sleep(0, result=1)) == 1
+        loop.close()
 
 
 SCRIPT = """
@@ -140,7 +117,7 @@ async def never_await():
         pass
 
 async def wait():
-    await asyncio.sleep(4)
+    await asyncio.sleep(3)
 
 async def call(body):
     with watch.calling():
@@ -149,7 +126,7 @@ async def call(body):
 
 async def block_after_a_call():
     await call(lambda: asyncio.sleep(0))
-    time.sleep(4)
+    time.sleep(3)
 
 name = sys.argv[1]
 asyncio.run(globals()[name]() if name == "block_after_a_call" else call(globals()[name]))
@@ -184,7 +161,7 @@ def test_a_stopped_process_goes_on() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
-        time.sleep(4)
+        time.sleep(3)
         process.send_signal(signal.SIGCONT)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
@@ -201,3 +178,77 @@ def test_the_watcher_ends_with_its_process() -> None:
     while Path(f"/proc/{children[0]}").exists():
         assert time.monotonic() < deadline, "left behind"
         time.sleep(0.05)
+
+
+SECONDS = 30.0
+
+
+def blocked() -> tuple[threading.Event, Callable[[], int]]:
+    """An event, and work that waits for it."""
+    event = threading.Event()
+
+    def work() -> int:
+        assert event.wait(SECONDS)
+        return 0
+
+    return event, work
+
+
+def test_results_and_errors_come_to_who_takes_them() -> None:
+    ahead: Prefetch[str, float] = Prefetch(2, "test")
+    ahead.begin({"half": lambda: 1 / 2, "error": lambda: 1 / 0})
+    futures = dict(ahead.ahead)
+    assert futures["half"].result(SECONDS) == 0.5
+    assert isinstance(futures["error"].exception(SECONDS), ZeroDivisionError)
+    half, error = ahead.take("half"), ahead.take("error")
+    assert half is not None
+    assert half() == 0.5
+    assert error is not None
+    with pytest.raises(ZeroDivisionError):
+        error()
+    assert ahead.take("half") is None, "taken before"
+
+
+def test_what_is_not_begun_is_left_to_the_caller_and_what_is_dropped_never_runs() -> None:
+    event, work = blocked()
+    ran: list[str] = []
+    ahead: Prefetch[str, int] = Prefetch(1, "test")
+    ahead.begin({"first": work, "second": lambda: ran.append("second") or 0, "third": lambda: ran.append("third") or 0})
+    assert ahead.take("second") is None, "the only thread is on the first"
+    ahead.begin({"fourth": lambda: 4})
+    assert set(ahead.ahead) == {"fourth"}, "no more is kept than was asked for last"
+    event.set()
+    assert ahead.ahead["fourth"].result(SECONDS) == 4
+    assert ran == []
+
+
+def test_threads_end_with_their_owner() -> None:
+    ahead: Prefetch[str, int] = Prefetch(3, "ends-with-owner")
+    ahead.begin({"one": lambda: 1})
+    del ahead
+    gc.collect()
+    deadline = time.monotonic() + SECONDS
+    while any(thread.name == "ends-with-owner" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_child_whose_watcher_cannot_start_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    before = set(psutil.Process().children())
+    # the watcher's interpreter
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError):
+        ChildProcess(command, os.environ)
+    assert set(psutil.Process().children()) <= before
+
+
+def test_a_process_that_has_the_id_of_a_child_that_ended_is_left_alone() -> None:
+    child = ChildProcess([sys.executable, "-c", ""], os.environ)
+    assert child.wait() == 0
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
+        # as if the kernel had given it the id, which no member of the child's group has any more
+        child._process.pid = other.pid
+        child.close({other.pid})
+        assert other.poll() is None
+        other.kill()

@@ -26,20 +26,14 @@ def interrupted_write(path: Path) -> NoReturn:
 def test_a_file_is_old_until_it_is_new(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "a.txt"
     write_atomically(file, b"old")
+    with pytest.raises(RuntimeError), atomic_file(file) as partial:
+        interrupted_write(partial)
+    assert (file.read_bytes(), names(file.parent)) == (b"old", ["a.txt"])
     with atomic_file(file) as partial:
         partial.write_bytes(b"ne")
         assert file.read_bytes() == b"old"
         partial.write_bytes(b"new")
-    assert file.read_bytes() == b"new"
-    assert names(file.parent) == ["a.txt"]
-
-
-def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
-    write_atomically(tmp_path / "a.txt", b"old")
-    with pytest.raises(RuntimeError), atomic_file(tmp_path / "a.txt") as partial:
-        interrupted_write(partial)
-    assert (tmp_path / "a.txt").read_bytes() == b"old"
-    assert names(tmp_path) == ["a.txt"]
+    assert (file.read_bytes(), names(file.parent)) == (b"new", ["a.txt"])
 
 
 def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
@@ -83,15 +77,11 @@ def test_a_folder_is_complete_or_not_there(tmp_path: Path, monkeypatch: pytest.M
     assert names(tmp_path) == ["out"]
 
 
-def test_what_a_killed_writer_left_is_not_in_the_folder(tmp_path: Path) -> None:
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "half").write_bytes(b"half")
-    with atomic_folder(tmp_path / "out") as partial:
-        (partial / "whole").write_bytes(b"whole")
-    assert names(tmp_path / "out") == ["whole"]
-
-
-def test_files_of_a_folder_are_for_others_to_read_as_the_umask_says(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_is_not_in_the_folder_and_others_may_read_it_as_the_umask_says(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / ".new.partial").mkdir()
+    (tmp_path / ".new.partial" / "half").write_bytes(b"half")
     with atomic_folder(tmp_path / "new") as folder:
         (folder / "inner").mkdir()
         for name in ("a", "inner/b"):
@@ -99,6 +89,7 @@ def test_files_of_a_folder_are_for_others_to_read_as_the_umask_says(tmp_path: Pa
     (tmp_path / "any").touch()
     expected = (tmp_path / "any").stat().st_mode
     assert [(tmp_path / "new" / name).stat().st_mode for name in ("a", "inner/b")] == [expected, expected]
+    assert names(tmp_path / "new") == ["a", "inner"]
 
 
 def test_a_file_is_read_whole_and_by_lines(tmp_path: Path) -> None:

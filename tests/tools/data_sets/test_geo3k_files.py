@@ -33,13 +33,9 @@ def hub_like(folder: Path) -> Path:
     return folder
 
 
-def fetched(source: Path, out: Path, *options: str) -> Result:
-    return CliRunner().invoke(app, ["data", "geo3k", "--from", str(source), "--out", str(out), *options])
-
-
-def written(source: Path, out: Path, *options: str) -> Result:
-    result = fetched(source, out, *options)
-    assert result.exit_code == 0, result.output
+def written(source: Path, out: Path, *options: str, exit_code: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["data", "geo3k", "--from", str(source), "--out", str(out), *options])
+    assert result.exit_code == exit_code, result.output
     return result
 
 
@@ -82,7 +78,7 @@ def test_a_data_set_as_the_hub_package_keeps_it(tmp_path: Path) -> None:
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
     result = written(tmp_path / "saved", tmp_path / "out")
     assert pq.read_table(tmp_path / "out" / "validation.parquet").to_pylist() == ROWS
-    result = fetched(tmp_path / "saved", tmp_path / "out", "--split", "dev")
+    result = written(tmp_path / "saved", tmp_path / "out", "--split", "dev", exit_code=2)
     assert "no split 'dev'; its splits are train, validation, test" in result.stderr
 
 
@@ -90,8 +86,8 @@ def test_a_split_that_is_not_there_is_named(tmp_path: Path) -> None:
     copy = hub_like(tmp_path / "copy")
     (copy / "data" / "test-00000-of-00001.parquet").unlink()
     pq.write_table(pa.Table.from_pylist(ROWS), copy / "fixture_test.parquet")
-    result = fetched(copy, tmp_path / "out")
-    assert (result.exit_code, result.stdout) == (2, "")
+    result = written(copy, tmp_path / "out", exit_code=2)
+    assert result.stdout == ""
     assert "or name the splits that it has: --split train --split validation\n" in result.stderr
     assert not (tmp_path / "out").exists()
     result = written(copy, tmp_path / "out", "--split", "train", "--split", "validation")
@@ -101,15 +97,9 @@ def test_a_split_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_rows_of_another_layout_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"prompt": "?", "images": [square("red")]}]), tmp_path / "train.parquet")
-    result = fetched(tmp_path, tmp_path / "out", "--split", "train")
-    assert result.exit_code == 2
-    assert (
-        "has no column problem, answer; its columns are prompt, images; to train on files of another layout"
-        in result.stderr
-    )
-
-
-def test_a_row_without_an_answer_stays_one(tmp_path: Path) -> None:
+    result = written(tmp_path, tmp_path / "out", "--split", "train", exit_code=2)
+    assert "has no column problem, answer; its columns are prompt, images; to train on files of" in result.stderr
+    # a row without an answer stays one
     rows = [*ROWS, {**ROWS[0], "answer": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     written(tmp_path, tmp_path / "out", "--split", "train")

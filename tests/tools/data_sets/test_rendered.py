@@ -30,6 +30,7 @@ from fovea_tools.data_sets.readable import KINDS, UNSEEN, is_unseen
 from fovea_tools.data_sets.scenes import FORMS, captions
 from fovea_tools.data_sets.vqa import NUM_ANNOTATORS, QUESTION_TYPES, ask
 from gym_tests.grading import check_gold, scored
+from gym_tests.tables import table
 
 
 class DataSet(NamedTuple):
@@ -154,9 +155,8 @@ def test_some_rows_have_ten_annotators(folders: dict[str, Path]) -> None:
     assert 30 < len(several) < 90
     assert {len(row["answers"]) for row in several} == {NUM_ANNOTATORS}
     assert Counter(row["answers"].count(row["answer"]) for row in several).keys() == {7, 8, 9, 10}
-    made = make_environment(
-        config_of("vqa", folders["vqa"], "environment.answers_key=answers", "environment.kind_key=null")
-    )
+    keys = ("environment.answers_key=answers", "environment.kind_key=null")
+    made = make_environment(config_of("vqa", folders["vqa"], *keys))
     dissent = next(
         (task, said)
         for task in made.environment.tasks("train")
@@ -195,7 +195,7 @@ def answers_by_looking(question: str, things: tuple[Thing, ...]) -> set[str]:
     return {named[name] for name in (f"a {thing.colour} {thing.shape}" for thing in things) if name in named}
 
 
-@pytest.mark.parametrize("kind", QUESTION_TYPES)
+@table("kind", QUESTION_TYPES)
 def test_questions_have_one_answer(kind: str) -> None:
     rng = np.random.default_rng(0)
     for turn in range(600):
@@ -237,7 +237,7 @@ def test_unseen_problems_are_in_the_test_file_only(folders: dict[str, Path]) -> 
     assert not any(kind.endswith(UNSEEN) for split in ("train", "validation") for kind in kinds[split])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_digits_of_unseen_problems_and_their_sums_are_in_seen_ones(kind: str) -> None:
     """An unseen problem can be answered digit by digit: tens by tens and ones by ones, since nothing carries."""
     seen = [numbers for numbers in KINDS[kind].problems if not is_unseen(numbers)]

@@ -1,21 +1,30 @@
-"""`defaults` lists, references of OmegaConf and scripts are read as Hydra, OmegaConf and bash read them."""
+"""`defaults` lists, references of OmegaConf and scripts as Hydra, OmegaConf and bash read them; settings elsewhere."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from fovea.config.describe import describe, unknown_key
+from fovea.config.loading import load_config
+from fovea.config.run import Config
+from fovea.metrics.names import definition_of
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import leaves
+from fovea_tools.importer.elsewhere import BELOW, Counterpart, systems
 from fovea_tools.importer.hydra import composed
 from fovea_tools.importer.interpolation import Given, resolve
 from fovea_tools.importer.reading import read
 from fovea_tools.importer.shell import words_of
+from gym_tests.tables import table
 
 FILES = {
     "top.yaml": """
@@ -99,7 +108,7 @@ def without_hydra(found: dict[str, Given]) -> dict[str, object]:
     return {key: each.value for key, each in found.items() if not key.startswith("hydra.")}
 
 
-@pytest.mark.parametrize("name", ["top", "last", "data"])
+@table("name", ["top", "last", "data"])
 def test_settings_are_those_of_hydra(name: str, tmp_path: Path) -> None:
     found = composed(write(tmp_path, FILES) / f"{name}.yaml")
     assert {key: each.value for key, each in found.items()} == hydras(tmp_path, name)
@@ -154,29 +163,20 @@ def test_a_circle_is_refused(tmp_path: Path) -> None:
         composed(tmp_path / "c.yaml")
 
 
-VALUES = {
-    "runner.seq_length": 8192,
-    "data.max_prompt_length": 4096,
-    "a.flag": True,
-    "a.name": "x",
-    "a.both": "${a.name}y",
-}
+VALUES = {"runner.seq_length": 8192, "data.max_prompt_length": 4096, "a.flag": True, "a.name": "x"}
+VALUES["a.both"] = "${a.name}y"
 
 
-@pytest.mark.parametrize(
+@table(
     ("value", "resolved"),
     [
         ("${runner.seq_length}", 8192),
         ("${subtract:${runner.seq_length}, ${data.max_prompt_length}}", 4096),
         ("${int_div:${multiply:8, 64}, 4}", 128),
         ("${not:${a.flag}}", False),
-        ("${oc.select:a.name,other}", "x"),
-        ("${oc.select:a.missing,512}", 512),
-        ("${.name}", "x"),
-        ("${..a.name}/${a.name}", "x/x"),
-        ("../results/${a.both}", "../results/xy"),
-        ("no reference", "no reference"),
-        (7, 7),
+        *(("${oc.select:a.name,other}", "x"), ("${oc.select:a.missing,512}", 512), ("${.name}", "x")),
+        *(("${..a.name}/${a.name}", "x/x"), ("../results/${a.both}", "../results/xy")),
+        *(("no reference", "no reference"), (7, 7)),
     ],
 )
 def test_a_reference_becomes_its_value(value: object, resolved: object) -> None:
@@ -194,7 +194,7 @@ def test_the_environment_gives_folders_and_no_secrets(monkeypatch: pytest.Monkey
         resolve("${oc.env:A_KEY}", "a.key", VALUES.get)
 
 
-@pytest.mark.parametrize(
+@table(
     ("value", "message"),
     [
         ("${multiplied:2, 3}", r"\ba\.key: .*\bmultiplied\b"),
@@ -220,7 +220,7 @@ SCRIPTS = {
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash to compare with")
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
+@table("script", SCRIPTS.values())
 def test_words_are_those_of_bash(script: str) -> None:
     """The settings of a script, which bash prints one a line in the place of running a command with them."""
     lines = script.replace("\\\n", " ").splitlines()
@@ -230,13 +230,10 @@ def test_words_are_those_of_bash(script: str) -> None:
     assert [word.text for word in words_of(script) if word.text.startswith("a.")] == done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
+@table(
     ("script", "lines"),
     [
-        (
-            "set -x\n# a.b=0 is a remark\npython3 -m main \\\n  a.b=1 \\\n  a.c=2  # the last\n",
-            [("a.b=1", 4), ("a.c=2", 5)],
-        ),
+        ("set -x\n# a.b=0 is a remark\nmain \\\n  a.b=1 \\\n  a.c=2  # the last\n", [("a.b=1", 4), ("a.c=2", 5)]),
         # settings of an array are read where it is written
         ('DATA=(\n  a.b=8\n)\npython3 -m main "${DATA[@]}" a.c=1\n', [("a.b=8", 2), ("a.c=1", 4)]),
     ],
@@ -245,7 +242,7 @@ def test_words_know_their_lines(script: str, lines: list[tuple[str, int]]) -> No
     assert [(word.text, word.line) for word in words_of(script) if word.text.startswith("a.")] == lines
 
 
-@pytest.mark.parametrize(
+@table(
     ("script", "reason"),
     [
         ("a.b=$NOT_SET_ANYWHERE", "$NOT_SET_ANYWHERE is set nowhere"),
@@ -271,6 +268,98 @@ def test_variables_of_a_script_give_folders_and_no_secrets(monkeypatch: pytest.M
     assert [word.text for word in words_of("a.b=$HOME/data a.c=${A_KEY:-none}")] == ["a.b=/home/ann/data", "a.c=none"]
 
 
-@pytest.mark.parametrize("script", ["a.b='x", 'a.b="x', "a.b=${x", "a.b=$((1", "a.b=$(x", "a.b=\\", "a.b=$", "a.b=`x"])
+@table("script", ["a.b='x", 'a.b="x', "a.b=${x", "a.b=$((1", "a.b=$(x", "a.b=\\", "a.b=$", "a.b=`x"])
 def test_a_script_that_breaks_off_is_read_to_its_end(script: str) -> None:
     assert words_of(script)
+
+
+ALL = [each for system in systems().values() for each in system.settings]
+OURS = {key for setting in describe() for key in (setting.key, setting.key.removesuffix(".name"))}
+SECTIONS = OURS | {key.rpartition(".")[0] for key in OURS}
+
+TYPED = {
+    "data.val_files": "environment.test_files",
+    "data.train_batch_size": "rollout.prompts_per_step",
+    "data.rollout_batch_size": "rollout.prompts_per_step",
+    "rollout.n": "rollout.samples_per_prompt",
+    "rollout.group_size": "rollout.samples_per_prompt",
+    "algorithm.group_size": "rollout.samples_per_prompt",
+    "rollout.response_length": "rollout.max_new_tokens",
+    "rollout.name": "rollout.engine",
+    "algorithm.adv_estimator": "algorithm.advantage",
+    "algorithm.kl_beta": "algorithm.kl.coef",
+    "algorithm.kl_penalty_type": "algorithm.kl.estimator",
+    "algorithm.loss_agg_func": "algorithm.aggregation",
+    "actor.loss_agg_mode": "algorithm.aggregation",
+    "algorithm.clip_ratio_c": "algorithm.loss.dual_clip",
+    "algorithm.ratio_clip_eps": "algorithm.loss.clip_epsilon",
+    "algorithm.lam": "algorithm.advantage.gae_lambda",
+    "critic.cliprange_value": "algorithm.advantage.critic.value_clip",
+    "trainer.test_freq": "evaluate.every_steps",
+    "custom_reward_function.path": "reward",
+    "resume_checkpoint": "resume",
+    "train.lr": "train.learning_rate",
+    "kl_beta": "algorithm.kl.coef",
+    "epsilon_high": "algorithm.loss.clip_high",
+    "num_generations": "rollout.samples_per_prompt",
+    "n_gpus_per_node": "cluster.gpus_per_node",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.max_loras": "rollout.engine.engine_args",
+}
+"""What users of verl, RLinf, mixtrain and TRL typed, and what it is here; most of it once led to another setting."""
+
+
+@table(("typed", "right"), TYPED.items())
+def test_what_people_typed_leads_to_the_right_setting(typed: str, right: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([Path("recipes/shapes.yaml")], [f"{typed}=1"])
+    assert right in str(caught.value)
+
+
+MOVED_OR_UNKNOWN = [
+    each
+    for each in ALL
+    if each.ours and each.theirs not in OURS | Config.model_fields.keys() and not each.theirs.endswith(BELOW)
+]
+"""Every setting with a counterpart whose key is none of ours."""
+
+
+@table("setting", MOVED_OR_UNKNOWN)
+def test_every_setting_with_a_counterpart_leads_to_it(setting: Counterpart) -> None:
+    message = unknown_key(setting.theirs)
+    assert any(key in message for key in setting.ours), message
+
+
+@table("setting", ALL)
+def test_a_counterpart_is_a_setting(setting: Counterpart) -> None:
+    assert bool(setting.ours) != bool(setting.none), "a counterpart, or the reason why there is none"
+    assert [key for key in setting.ours if key not in SECTIONS and key not in Config.model_fields] == []
+    assert not setting.harmless or setting.none
+
+
+def test_metrics_of_others_are_ours() -> None:
+    elsewhere = {"step", "metrics.jsonl", "fovea eval --json FILE --html FILE"}
+    names = {name for system in systems().values() for pair in system.metrics for name in pair.ours.split(", ")}
+    assert sorted(name for name in names - elsewhere if definition_of(name) is None) == []
+    # one name for two figures is told apart
+    (pair,) = [pair for pair in systems()["rlinf"].metrics if pair.theirs == "actor/rollout_train_kl"]
+    assert pair.ours == "mismatch/abs"
+    assert "mismatch/kl" in pair.note
+
+
+def test_every_argument_of_trl_has_a_row() -> None:
+    """The fields of the GRPOConfig that is installed."""
+    spec: Any = importlib.util.find_spec("trl")
+    source = Path(spec.submodule_search_locations[0], "trainer", "grpo_config.py").read_text(encoding="utf-8")
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    fields = [each.target for each in classes["GRPOConfig"].body if isinstance(each, ast.AnnAssign)]
+    names = {field.id for field in fields if isinstance(field, ast.Name)}
+    assert len(names) > 60
+    assert sorted(names - {setting.theirs for setting in systems()["trl"].settings}) == []
+
+
+def test_a_section_of_another_system_is_for_the_importer() -> None:
+    for key in ("trainer", "actor_rollout_ref", "runner"):
+        assert "fovea import-config FILE" in unknown_key(key)
+    # RLinf has a section `reward`, which is the name of one setting here
+    with pytest.raises(ConfigError, match=r"RLinf's is environment\.reward_max_val here"):
+        load_config([], ["model.tiny={}", "reward.reward_max_val=5"])

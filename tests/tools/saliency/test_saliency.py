@@ -1,12 +1,14 @@
-"""`fovea saliency`: falls of an answer's log-prob equal those by transformers, and wrong words are one line."""
+"""`fovea saliency`: falls of an answer's log-prob equal those by transformers; maps of a run, and their page."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
+from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +21,25 @@ from fovea.config.recipes import shipped_recipes
 from fovea.report.samples import read_step
 from fovea.report.viewed_run import ViewedRun
 from fovea_gym.environments.shapes.environment import Shapes
-from fovea_gym.errors import ConfigError
+from fovea_gym.errors import ConfigError, DataError
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.types import ImageRef
-from fovea_tools.saliency.maps import FOLDER, MAX_MAPS, AnswerMap, read_maps
+from fovea_tools.saliency.maps import (
+    FOLDER,
+    MAX_MAPS,
+    MAX_PATCHES,
+    AnswerMap,
+    map_path,
+    read_maps,
+    sample_place,
+    write_map,
+)
 from fovea_tools.saliency.occluder import Asked, Occluder, Wanted, row_numbers
 from fovea_tools.saliency.occlusion import OcclusionMap
+from fovea_tools.saliency.page import write_page
 from gym_tests.tables import table
 from tests.reference import reference_logprobs
+from tests.report.pages import ATTACK
 from tests.runs import QUICK, fovea_here
 from tests.tiny_models import renderer, save, tiny
 
@@ -84,8 +97,7 @@ def test_the_picture_is_lit_where_the_log_prob_falls_most() -> None:
     found = OcclusionMap(logprob=-1.0, falls_RC=np.array([[0.0, 2.0], [-5.0, 1.0]], np.float32), side_px=4)
     shown_YXC = np.asarray(found.over(Image.new("RGB", (7, 8), (200, 100, 0))))
     assert shown_YXC.shape == (8, 7, 3)
-    assert shown_YXC[0, 0].tolist() == shown_YXC[4, 0].tolist() == [30, 30, 30]
-    assert shown_YXC[0, 4].tolist() == [200, 100, 0]
+    assert shown_YXC[[0, 4, 0], [0, 0, 4]].tolist() == [[30, 30, 30], [30, 30, 30], [200, 100, 0]]
     assert 30 < shown_YXC[4, 4, 0] < 200
 
 
@@ -96,6 +108,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = ("max_steps=1", "checkpoint.every_steps=1", "log.samples_every_steps=1", "rollout.max_new_tokens=6")
     fovea_here("train", "recipes/shapes.yaml", f"run_dir={folder}", *QUICK, *settings)
     return folder
+
+
+def error_of(*words: str) -> str:
+    """The one error line of the command."""
+    done = CliRunner().invoke(app, ["saliency", *words])
+    assert done.exit_code == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    return line
 
 
 def saliency(run: Path, *words: str) -> list[AnswerMap]:
@@ -148,8 +168,7 @@ def test_no_link_of_a_run_is_written_through(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere.png").exists()
     shutil.rmtree(run / FOLDER)
     (run / FOLDER).symlink_to(tmp_path)
-    done = CliRunner().invoke(app, ["saliency", str(run), "--patch-px", "24"])
-    assert "leads out of" in done.stderr
+    assert "leads out of" in error_of(str(run), "--patch-px", "24")
     assert list(tmp_path.iterdir()) == []
     (run / FOLDER).unlink()
 
@@ -158,8 +177,7 @@ def test_a_full_folder_takes_no_more(run: Path) -> None:
     saliency(run)
     for number in range(MAX_MAPS - 1):
         (run / FOLDER / f"{number}.json").touch()
-    done = CliRunner().invoke(app, ["saliency", str(run)])
-    assert f"has {MAX_MAPS} maps, and 1 more exceed the limit of {MAX_MAPS}; delete some" in done.stderr
+    assert f"has {MAX_MAPS} maps, and 1 more exceed the limit of {MAX_MAPS}; delete some" in error_of(str(run))
     saliency(run)
 
 
@@ -173,7 +191,7 @@ def test_a_full_folder_takes_no_more(run: Path) -> None:
         (["--recorded", "1:1:5"], "step 1 has answers 1 to 4 in that group"),
         (
             ["--recorded", "test-final", "--row", "700"],
-            "--row 700: test-final has no answer to this row, only to 16 others",
+            "--row 700: test-final has no answer to this row, only to 16",
         ),
         (["--recorded", "1:1:1", "--rows", "0-1"], "--recorded 1:1:1 is a single answer with a known row; drop --rows"),
         (["environment.level=2"], "environment.level changes the rows"),
@@ -184,9 +202,7 @@ def test_a_full_folder_takes_no_more(run: Path) -> None:
     ],
 )
 def test_wrong_words_about_a_run_are_one_line(run: Path, words: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, ["saliency", str(run), *words])
-    assert done.exit_code == 2
-    assert message in done.stderr
+    assert message in error_of(str(run), *words)
 
 
 def test_rows_are_numbers_and_ranges() -> None:
@@ -214,7 +230,118 @@ def test_rows_are_numbers_and_ranges() -> None:
 def test_wrong_words_are_one_line(words: list[str], message: str, tmp_path: Path) -> None:
     save(tiny("qwen3_vl"), tmp_path)
     named = [str(tmp_path) if word == "MODEL" else word for word in words]
-    done = CliRunner().invoke(app, ["saliency", *named, "--recipe", "shapes"])
-    assert done.exit_code == 2
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert message in line
+    assert message in error_of(*named, "--recipe", "shapes")
+
+
+def map_of(task_id: str, answer: str, **changed: Any) -> AnswerMap:
+    """A map of a picture in four patches, of which the lower two are cut."""
+    picture = {"image": 1, "size": (64, 48), "patch_px": 32, "falls": ((0.5, 1.0), (0.0, -2.0))}
+    given = {"question": "How many?", "weights": "step-5", "logprob": -0.25, **picture, **changed}
+    return AnswerMap(id=task_id, answer=answer, **given)
+
+
+def keep_map(folder: Path, made: AnswerMap) -> Path:
+    """Write a map into a run's folder; returns its file."""
+    path = map_path(folder, "test", 0, made)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_map(path, made)
+    return path
+
+
+def test_a_later_map_of_an_answer_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    paths = {keep_map(tmp_path, map_of("test/0", "3", weights=weights)) for weights in ("step 1", "step 2")}
+    ((path, found),) = read_maps(tmp_path).items()
+    assert (paths, found.weights) == ({path}, "step 2")
+
+
+def test_the_page_shows_every_map_beside_its_picture(tmp_path: Path) -> None:
+    kept = [keep_map(tmp_path, map_of(f"test/{row}", answer)) for row, answer in enumerate(("a red box", "3"))]
+    page = write_page(tmp_path)
+    assert page == tmp_path / "saliency" / "index.html"
+    text = page.read_text(encoding="utf-8")
+    said = (
+        "test/1, picture 1, step-5",
+        "How many?\n<b>a red box</b>",
+        "log-prob -0.25, up to 1 lower with 32 px hidden",
+    )
+    assert [part for part in (*said, *(f'src="{path.stem}.png"' for path in kept)) if part not in text] == []
+
+
+def test_text_of_a_stranger_is_shown_as_text(tmp_path: Path) -> None:
+    keep_map(tmp_path, map_of(ATTACK, f"{ATTACK}\ud800", weights=ATTACK))
+    text = write_page(tmp_path).read_text(encoding="utf-8")
+    assert "<script" not in text
+    assert text.count(escape(ATTACK)) == 3
+    assert "default-src 'none'" in text
+
+
+def test_no_link_in_the_place_of_the_page_is_written_through(tmp_path: Path) -> None:
+    keep_map(tmp_path / "run", map_of("test/0", "3"))
+    (tmp_path / "run" / FOLDER / "index.html").symlink_to(tmp_path / "elsewhere.html")
+    assert not write_page(tmp_path / "run").is_symlink()
+    assert not (tmp_path / "elsewhere.html").exists()
+
+
+NO_ROWS = ([0.0], [0.0, "much"], [0.0, float("nan")])
+
+
+@table(
+    "change",
+    [
+        *({"falls": falls} for falls in (None, [[0.5, 1.0]], *([[0.5, 1.0], row] for row in NO_ROWS))),
+        *({"patch_px": patch_px} for patch_px in (0, 1, "32")),
+        *({"size": size} for size in ([64], [64, -48], [10**400, 48])),
+        *({"image": 0}, {"logprob": float("inf")}, {"answer": "x" * 300_000}),
+    ],
+)
+def test_what_is_no_map_is_named(change: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    path = keep_map(folder, map_of("test/0", "3"))
+    path.write_text(json.dumps({**asdict(map_of("test/0", "3")), **change}))
+    with pytest.raises(DataError, match="delete") as refused:
+        write_page(folder)
+    assert str(path) in str(refused.value)
+
+
+@table("content", ["", "[]", "3", '{"id": 3}', "[" * 100_000])
+def test_other_content_is_no_map(content: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / FOLDER).mkdir()
+    (folder / FOLDER / "a.json").write_text(content)
+    with pytest.raises(DataError, match="is not a valid map"):
+        read_maps(folder)
+
+
+def test_a_link_out_of_the_run_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / FOLDER).mkdir(parents=True)
+    write_map(tmp_path / "elsewhere.json", map_of("test/0", "3"))
+    (folder / FOLDER / "a.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(DataError, match="leads out of"):
+        read_maps(folder)
+
+
+def test_so_many_maps_are_read_and_no_more(tmp_path: Path) -> None:
+    for number in range(MAX_MAPS + 3):
+        keep_map(tmp_path, map_of(f"test/{number}", "3"))
+    assert len(read_maps(tmp_path)) == MAX_MAPS
+
+
+def test_a_map_has_at_most_so_many_patches() -> None:
+    side = int(MAX_PATCHES**0.5)
+    falls = ((0.0,) * side,) * side
+    assert map_of("test/0", "3", size=(side, side), patch_px=1, falls=falls).size == (side, side)
+    with pytest.raises(ValueError, match="falls are not 33 x 32 patches"):
+        map_of("test/0", "3", size=(side, side + 1), patch_px=1, falls=(*falls, falls[0]))
+
+
+def test_the_file_is_of_the_row_and_the_answer() -> None:
+    first, second = (map_path(Path("run"), "test", 3, map_of("test/3", answer)) for answer in ("3", "\ud800"))
+    assert first.name.startswith("test-000003-")
+    assert first != second
+
+
+def test_places_of_samples() -> None:
+    place: Any = sample_place("50:1:3")
+    assert (place.step, place.group, place.answer) == (50, 1, 3)
+    assert sample_place("test-final") is sample_place("1:2") is sample_place("1:2:-3") is None

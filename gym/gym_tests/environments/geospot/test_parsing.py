@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from itertools import permutations, product
 
 import pytest
@@ -17,6 +16,7 @@ from fovea_gym.environments.geospot.reward import grade
 from gym_tests.grading import within_a_second
 from gym_tests.tables import table
 
+TRUTH = {"country": "France", "region": "Île-de-France", "city": "Paris", "lat": 48.85, "lon": 2.35}
 SYDNEY = -(33 + 52 / 60 + 10 / 3600)
 PARIS = """
 City: Paris\\nRegion: Île-de-France\\nCountry: France\\nLatitude: 48.85\\nLongitude: 2.35
@@ -54,14 +54,11 @@ City: Paris\\nRegion (state or province): Île-de-France\\nCountry: FR\\nLatitud
 @table("text", PARIS.strip().splitlines())
 def test_forms_of_one_answer(text: str) -> None:
     text = text.replace("\\n", "\n").replace("\\\\", "\\")
-    answer = parse_answer(text)
-    assert answer.at is not None
-    assert answer.at == pytest.approx((48.85, 2.35), abs=1e-9)
-    truth = {"country": "France", "region": "Île-de-France", "city": "Paris", "lat": 48.85, "lon": 2.35}
-    assert grade(text, truth).score == pytest.approx(1.0, abs=1e-9)
+    assert parse_answer(text).at == pytest.approx((48.85, 2.35), abs=1e-9)
+    assert grade(text, TRUTH).score == pytest.approx(1.0, abs=1e-9)
 
 
-@pytest.mark.parametrize(
+@table(
     "degrees",
     [
         "Latitude: –33.87\nLongitude: 151.21",  # an en dash is a sign, no bullet
@@ -81,27 +78,17 @@ def test_no_sign_is_lost(degrees: str) -> None:
     assert parse_answer(f"City: Sydney\nCountry: Australia\n{degrees}").at == pytest.approx((-33.87, 151.21))
 
 
-@pytest.mark.parametrize("lon", ["-0.00005", "-5e-05", "-5E-5", '"-0.00005"'])
-@pytest.mark.parametrize("form", ['"lat": 51.47, "lon": {lon}', '"coordinates": [51.47, {lon}]'])
+@table("lon", ["-0.00005", "-5e-05", "-5E-5", '"-0.00005"'])
+@table("form", ['"lat": 51.47, "lon": {lon}', '"coordinates": [51.47, {lon}]'])
 def test_small_numbers_of_json_are_no_degrees_east(form: str, lon: str) -> None:
     """Python writes them as -5e-05, where 5e is 5 degrees east."""
     answer = parse_answer(f'{{"country": "UK", {form.format(lon=lon)}}}')
     assert answer.at == LatLon(51.47, -0.00005)
 
 
-def test_a_large_number_of_json_is_no_coordinate() -> None:
-    assert parse_answer('{"country": "UK", "lat": 51.47, "lon": 1e22}').at is None
-
-
-@pytest.mark.parametrize("degrees", [-33.869722222222222, 0.1, 1e-5, -1.1102230246251565e-16, 1e-300, 0.0])
+@table("degrees", [-33.869722222222222, 0.1, 1e-5, -1.1102230246251565e-16, 1e-300, 0.0])
 def test_degrees_are_read_as_they_are_written(degrees: float) -> None:
     assert parse_degrees(degrees_text(degrees), "lat") == pytest.approx(degrees, rel=0, abs=1e-20)
-
-
-def test_a_line_may_name_its_degrees() -> None:
-    answer = parse_answer("Sydney, New South Wales, Australia, lat -33.87, lon 151.21")
-    assert (answer.city, answer.country) == ("Sydney", "Australia")
-    assert answer.at == pytest.approx((-33.87, 151.21))
 
 
 def test_alternatives_inside_an_object_are_not_the_answer() -> None:
@@ -128,18 +115,18 @@ def test_alternatives_inside_an_object_are_not_the_answer() -> None:
         ("Latitude: 48.85", (None, None, None, None)),
         ("Latitude: 2.35° E\nLongitude: 48.85° N", (None, None, None, None)),
         ("Coordinates: 151.2 E, 33.87 S", (None, None, None, LatLon(-33.87, 151.2))),
-        (
-            "Sydney, New South Wales, Australia, 33.87° S, 151.21° E",
-            ("Australia", "New South Wales", "Sydney", LatLon(-33.87, 151.21)),
+        ('{"country": "UK", "lat": 51.47, "lon": 1e22}', ("UK", None, None, None)),
+        *(
+            (
+                f"Sydney, New South Wales, Australia, {at}",
+                ("Australia", "New South Wales", "Sydney", LatLon(-33.87, 151.21)),
+            )
+            for at in ("33.87° S, 151.21° E", "lat -33.87, lon 151.21")
         ),
-        (
-            "Washington, D.C., District of Columbia, USA, 38.9, -77.04",
-            ("USA", "District of Columbia", "Washington", LatLon(38.9, -77.04)),
-        ),
-        (
-            "City: Halle (Saale)\nRegion: Saxony-Anhalt\nCountry: Germany",
-            ("Germany", "Saxony-Anhalt", "Halle (Saale)", None),
-        ),
+        ("Washington, D.C., Maryland, USA, 38.9, -77.04", ("USA", "Maryland", "Washington", LatLon(38.9, -77.04))),
+        ("City: Halle (Saale)\nRegion: Hesse\nCountry: Germany", ("Germany", "Hesse", "Halle (Saale)", None)),
+        *((f"Country: Thailand\nCity: {city}", ("Thailand", None, None, None)) for city in ("nan", "NaN", "NAN")),
+        ("Country: Thailand\nCity: Nan", ("Thailand", None, "Nan", None)),  # not what programs write for nothing
     ],
 )
 def test_what_is_there_and_what_is_not(text: str, fields: tuple[object, ...]) -> None:
@@ -150,27 +137,17 @@ def test_what_is_there_and_what_is_not(text: str, fields: tuple[object, ...]) ->
 @table(
     ("text", "degrees"),
     [
+        *((text, -33.87) for text in ("-33.87", "−33.87", "−33,87", "33.87° S", "33.87°S", "S 33.87", "33.87 s")),
         *(
             (text, -33.87)
-            for text in ("-33.87", "−33.87", "−33,87", "33.87° S", "33.87°S", "S 33.87", "33.87 s", "- 33.87")
-        ),
-        *(
-            (text, -33.87)
-            for text in ("33.87 degrees south", "-33.87° S", "33,87° South", "–33.87", "－33.87", "**-33.87**")
+            for text in ("33.87 degrees south", "- 33.87", "-33.87° S", "33,87° South", "–33.87", "－33.87")
         ),
         *((text, SYDNEY) for text in ("33°52′10″S", "33° 52' 10\" S", "33°52’10”S", "33 52 10 S", "33°52'10''S")),
         *((text, SYDNEY) for text in ("33d 52m 10s S", "33 deg 52 min 10 sec S", "33:52:10 S", "S 33° 52' 10\"")),
-        ("33° 52.5' S", -33.875),
-        ("~48.85 (estimated)", 48.85),
-        ("+48.85", 48.85),
-        ("48º", 48.0),
-        ("１２.５", 12.5),
-        ("90", 90.0),
-        *(
-            (text, None)
-            for text in ("90.01", "151.2", "2.35° E", "unknown", "", "1234", "48.85.12", "48°60'N", "nan", "-")
-        ),
-        ("-33.8688151.2093", None),
+        *(("**-33.87**", -33.87), ("33° 52.5' S", -33.875), ("~48.85 (estimated)", 48.85), ("+48.85", 48.85)),
+        *(("48º", 48.0), ("１２.５", 12.5), ("90", 90.0)),
+        *((text, None) for text in ("90.01", "151.2", "2.35° E", "unknown", "", "1234", "48.85.12", "48°60'N", "nan")),
+        *((text, None) for text in ("-", "-33.8688151.2093")),
     ],
 )
 def test_latitudes(text: str, degrees: float | None) -> None:
@@ -201,7 +178,6 @@ PIECES = st.sampled_from(
     )
 )
 TEXTS = st.one_of(st.text(max_size=200), st.lists(PIECES, max_size=40).map("".join))
-TRUTH = {"country": "France", "region": "Île-de-France", "city": "Paris", "lat": 48.85, "lon": 2.35}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -213,7 +189,6 @@ def gazetteer() -> None:
 def check_any_text(text: str) -> None:
     given = within_a_second(lambda: grade(text, TRUTH))
     assert 0 <= given.score <= 1
-    assert math.isfinite(given.score)
     assert all(0 <= part <= 1 for part in given.parts.values())
 
 
@@ -233,40 +208,22 @@ def test_twenty_thousand_texts_get_a_score(text: str) -> None:
 @table(
     "text",
     [
-        "{" * 200_000,
-        '{"a":' * 50_000,
-        "[" * 100_000,
-        "Country: " * 50_000,
-        "Country: " + "a" * 500_000,
-        "1" * 300_000,
-        "1,2," * 100_000,
-        "Latitude: " + "1°" * 100_000,
-        "\\boxed{" * 50_000,
-        "<answer>" * 50_000,
-        "- " * 200_000,
-        "(" * 100_000 + ")" * 100_000,
-        "Country: " + "republic of " * 10_000,
-        "France, " * 50_000,
-        '{"country": ' + "9" * 5000 + "}",
-        "Country: France" + "\n" * 300_000,
+        *(part * 50_000 for part in ('{"a":', "Country: ", "\\boxed{", "<answer>", "France, ")),
+        *("{" * 200_000, "[" * 100_000, "1" * 300_000, "1,2," * 100_000, "- " * 200_000, "(" * 100_000 + ")" * 100_000),
+        *("Country: " + "a" * 500_000, "Country: " + "republic of " * 10_000, "Country: France" + "\n" * 300_000),
+        *("Latitude: " + "1°" * 100_000, '{"country": ' + "9" * 5000 + "}"),
+        *(
+            json.dumps(dict.fromkeys(("country", "latitude", "coordinates", "city"), value))
+            for value in (None, True, 1, -1.5, [], {}, "x", [1, [2]], {"a": {"b": {"c": "d"}}})
+        ),
     ],
 )
-def test_hostile_texts_take_no_time(text: str) -> None:
+def test_hostile_texts_and_json_of_all_kinds_take_no_time(text: str) -> None:
     check_any_text(text)
 
 
-def test_json_of_all_kinds_of_values() -> None:
-    for value in (None, True, 1, -1.5, [], {}, "x", [1, [2]], {"a": {"b": {"c": "d"}}}):
-        check_any_text(json.dumps({"country": value, "latitude": value, "coordinates": value, "city": value}))
-
-
-@pytest.mark.parametrize(("city", "read"), [("Nan", "Nan"), ("nan", None), ("NaN", None), ("NAN", None)])
-def test_a_city_in_thailand_is_not_what_programs_write_for_nothing(city: str, read: str | None) -> None:
-    assert parse_answer(f"Country: Thailand\nCity: {city}").city == read
-
-
 PLACES = [
-    {"country": "France", "region": "Île-de-France", "city": "Paris", "lat": 48.85, "lon": 2.35},
+    TRUTH,
     {"country": "Australia", "region": "New South Wales", "city": "Sydney", "lat": -33.87, "lon": 151.21},
     {"country": "Germany", "region": "Bavaria", "city": "Munich", "lat": 48.14, "lon": 11.58},
     {"country": "Japan", "region": "Hokkaido", "city": "Sapporo", "lat": 43.06, "lon": 141.35},
@@ -296,16 +253,8 @@ BETWEEN = [
     *("\nCountry: ", ", Country: ", "\nCity: ", "\nRegion: ", "\nLocation: ", "</answer><answer>", r"} \boxed{"),
 ]
 FORMS = [
-    "{}",
-    "Country: {}",
-    "City: {}",
-    "Region: {}",
-    "Location: {}",
-    "It is {}.",
-    "The answer is {}",
-    '{{"country": "{}"}}',
-    r"\boxed{{{}}}",
-    "<answer>{}</answer>",
+    *("{}", "Country: {}", "City: {}", "Region: {}", "Location: {}", "It is {}.", "The answer is {}"),
+    *('{{"country": "{}"}}', r"\boxed{{{}}}", "<answer>{}</answer>"),
 ]
 
 
@@ -323,16 +272,11 @@ def test_no_part_of_a_double_guess_is_right_twice(form: str) -> None:
     assert [answer for answer in answers if most_truths(answer) > 1] == []
 
 
+NAMES = st.sampled_from([str(value) for place in PLACES for value in place.values()])
+GUESSES = st.tuples(NAMES, st.sampled_from(BETWEEN))
+
+
 @settings(max_examples=300, deadline=None)
-@given(
-    st.sampled_from(FORMS),
-    st.lists(
-        st.tuples(
-            st.sampled_from([str(value) for place in PLACES for value in place.values()]), st.sampled_from(BETWEEN)
-        ),
-        min_size=2,
-        max_size=8,
-    ),
-)
+@given(st.sampled_from(FORMS), st.lists(GUESSES, min_size=2, max_size=8))
 def test_no_list_of_places_is_right_twice(form: str, guesses: list[tuple[str, str]]) -> None:
     assert most_truths(form.format("".join(name + between for name, between in guesses))) <= 1

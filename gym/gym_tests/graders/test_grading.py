@@ -1,13 +1,17 @@
-"""Limits of graders: whose timeout it is, errors that come together; rewards of turns in sums."""
+"""Scores in a run: graders by name, limits of calls, rewards that no file holds, and rewards of turns in sums."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import Event
+from typing import Any
 
+import numpy as np
 import pytest
 
 from fovea_gym.errors import DataError, ScoreError
@@ -16,8 +20,67 @@ from fovea_gym.graders.grading import CallLimits, Grading, LimitedCalls
 from fovea_gym.graders.reward_models import WithModelReward
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import gather_or_cancel, wait_for
+from fovea_gym.utils.installing import pip_install
 from gym_tests.bandit import BanditEnvironment
 from gym_tests.grading import score_in_run
+from gym_tests.tables import table
+
+CODE = """
+import sys
+
+sys.modules["babel"] = None  # as if it were not installed
+
+from fovea_gym.graders.by_name import grader_of
+from fovea_gym.errors import MissingExtraError
+
+for name in ("geo3k", "vqa", "shapes"):
+    print(name, grader_of(name, [])("\\\\boxed{3}", {"truth": "3"}, "line 1").score)
+try:
+    grader_of("geospot", [])
+except MissingExtraError as error:
+    print(error)
+"""
+
+
+def test_only_geospot_needs_a_gazetteer() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["geo3k", "vqa", "shapes"], done.stderr
+    assert all(float(line.split()[1]) > 0 for line in lines[:3])
+    assert f"babel is not installed; {pip_install('geospot')}" in lines[3]
+
+
+QUESTION = Task(id="train/0", question="?", answer="a")
+
+
+@dataclass(frozen=True, slots=True)
+class Says:
+    """A grader of another package with one opinion, which nobody has checked."""
+
+    opinion: Score
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return self.opinion
+
+
+@table(
+    ("fields", "message"),
+    [
+        ({"reward": 10**400}, r"^train/0: the reward of 'so' is 1\.00000e\+400, beyond 1e\+06; scale it down$"),
+        ({"reward": -(10**5000)}, r"is -1\.00000e\+5000, beyond 1e\+06"),
+        ({"reward": 1.0, "turns": (10**400,)}, r"is 1\.00000e\+400, beyond"),
+        ({"reward": np.float32("nan")}, r"is nan; return a finite number$"),
+        (
+            {"reward": 1.0, "parts": {"caf\udce9": 1.0}},
+            r"score part 'caf\\udce9' has an unpaired surrogate; rename it$",
+        ),
+        ({"reward": 1.0, "image_parts": ({"\ud800": 1.0},)}, r"score part '\\ud800' has an unpaired surrogate"),
+    ],
+)
+def test_a_score_that_no_run_can_keep_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        score_in_run(Grading(graders=(Says(Score(accuracy=0.0, **fields)),)), QUESTION, "so")
+
 
 TASK = Task(id="t", question="What colour?", answer="red", kind="colour")
 
@@ -86,23 +149,10 @@ BY_TURN, WHOLE = Score(reward=3, accuracy=1, turns=(1, 2)), Score(reward=0.5, ac
 TURNS = (Turn(messages=(), text="first"), Turn(messages=(), text="second"))
 
 
-@dataclass(frozen=True, slots=True)
-class Says:
-    """A grader with one opinion."""
-
-    opinion: Score
-
-    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        return self.opinion
-
-
-def test_a_score_of_the_whole_episode_counts_with_the_last_turn() -> None:
+def test_a_score_of_the_whole_episode_counts_with_the_last_turn_and_turns_sum_to_the_reward() -> None:
+    """With a model's share: turns of 1 and 2 at 3/4, the model's .5 at 1/4."""
     assert weighted_turns([(0.5, BY_TURN), (2, WHOLE)], 2) == (0.5, 2)
     assert weighted_turns([(1, WHOLE), (2, WHOLE)], 2) == ()
-
-
-def test_a_models_share_leaves_turns_that_sum_to_the_reward() -> None:
-    """Turns of 1 and 2 at 3/4, the model's .5 at 1/4."""
     grader = WithModelReward(own=Says(BY_TURN), models=[("judge", Says(WHOLE), 0.25)])
     score = asyncio.run(grader.score(ROW, TURNS))
     assert score.turns == (0.75, 1.625)

@@ -1,21 +1,29 @@
-"""Rows of the user's own as tasks: layouts side by side, templates, kinds and frames."""
+"""Rows of the user's own as tasks: layouts, templates, kinds and frames; the choice of dev rows."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from pydantic import ValidationError
 
 from fovea_gym.environments.dataset_tasks import FileTasks
+from fovea_gym.environments.file_splits import image_hashes, split_by_image
+from fovea_gym.environments.vqa import Vqa
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.rows.access import RowAccess
-from fovea_gym.rows.rows import InMemory
+from fovea_gym.rows.rows import InMemory, open_rows
 from fovea_gym.rows.tasks import kinds_of, place_of
-from fovea_gym.settings.environments import Geo3kEnvironment
+from fovea_gym.settings.environments import Geo3kEnvironment, VqaEnvironment
 from fovea_gym.types import ImageRef, Task
+from gym_tests.environments.geospot.places import geospot
+from gym_tests.images import png
 from gym_tests.tables import table
 
 PICTURE = Image.new("RGB", (4, 4))
@@ -94,12 +102,9 @@ def test_images_under_a_name_that_is_not_known_are_told(cell: object) -> None:
 
 def test_image_key_is_short_for_one_of_image_keys() -> None:
     rows = [{"problem": "?", "answer": "1", "images": [PICTURE, PICTURE], "photo": PICTURE}]
-    for changes, count in [({}, 2), ({"image_key": "photo"}, 1), ({"image_keys": ("photo", "images")}, 3)]:
-        assert len(tasks_of(rows, **changes).tasks("train")[0].images) == count
-    assert tasks_of(rows, image_keys=()).tasks("train")[0].images == ()
-
-
-def test_rows_without_images_are_asked_without() -> None:
+    keys = [{}, {"image_key": "photo"}, {"image_keys": ("photo", "images")}, {"image_keys": ()}]
+    assert [len(tasks_of(rows, **changes).tasks("train")[0].images) for changes in keys] == [2, 1, 3, 0]
+    # text that names files is no image
     names = {"problem": "What opens a.png", "answer": "b.png", "type": "c.png"}
     rows = [names | {"source": "a page", "n": 3, "url": None}]
     assert tasks_of(rows, kind_key="type").tasks("train")[0].images == ()
@@ -149,11 +154,7 @@ def row(problem: object = "<image>?", answer: object = "12", num_images: int = 1
         (row([{"role": "assistant", "content": "a"}]), "prompt_role", "the last message is assistant"),
         (row([{"role": "tool", "content": "a"}]), "prompt_role", "is 'tool', not one of system, user"),
         (row([{"role": "user", "content": None}]), "prompt_kind", "the prompt is of type NoneType"),
-        (
-            row([{"role": "user", "content": [{"type": "audio"}]}]),
-            "prompt_kind",
-            "is of type 'audio', not text or image",
-        ),
+        (row([{"role": "user", "content": [{"type": "audio"}]}]), "prompt_kind", "is of type 'audio', not text or im"),
         (row() | {"images": [7]}, "image_kind", "image 1: a value of type int is not an image"),
     ],
 )
@@ -161,10 +162,9 @@ def test_bad_rows_say_what_is_wrong(cells: dict[str, object], reason: str, probl
     with pytest.raises(BadRowError) as error:
         tasks_of([row(), cells]).tasks("train")[1]
     text = str(error.value)
-    assert error.value.reason == reason
+    assert (error.value.reason, text) == (reason, f"{error.value.problem}; {error.value.fix}")
     assert problem in text
     assert "row 1" in text
-    assert text == f"{error.value.problem}; {error.value.fix}"
     assert "data." not in text
     assert "\n" not in text
 
@@ -180,3 +180,112 @@ def test_a_kind_is_a_name_that_files_can_hold(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(lines), encoding="ascii")
     files = FileTasks(settings(train_files=(str(tmp_path / "rows.jsonl"),), kind_key="kind"), RowAccess())
     assert kinds_of(files.tasks("train")) == ["caf?", "plain"]
+
+
+def picture(number: int) -> bytes:
+    """A separate picture for every number."""
+    return png((number % 256, number // 256, 7), 4)
+
+
+def vqa(folder: Path, rows: list[dict[str, object]], **settings: object) -> Vqa:
+    test = [{"images": [picture(60_000 + n)], "problem": "test", "answer": "test"} for n in range(3)]
+    files = {}
+    for split, of_split in (("train", rows), ("test", test)):
+        files[f"{split}_files"] = (str(folder / f"{split}.parquet"),)
+        pq.write_table(pa.Table.from_pylist(of_split), folder / f"{split}.parquet")
+    return Vqa(VqaEnvironment.model_validate({**files, **settings}), RowAccess())
+
+
+def yes_no_rows(num: int = 1000, rows_per_image: int = 2) -> list[dict[str, object]]:
+    """Yes and no in turn, as `fovea data vqa` draws them; several questions on each picture."""
+    return [
+        {"images": [picture(n // rows_per_image)], "problem": f"question {n}", "answer": "no" if n % 2 else "yes"}
+        for n in range(num)
+    ]
+
+
+def images_of(tasks: list[Task]) -> set[object]:
+    return {image.source for task in tasks for image in task.images}
+
+
+@table(
+    ("rows", "message"),
+    [
+        ([{"images": ["absent.png"]}] * 60, r"row 0, image 1 \(.*absent\.png\): no such image file"),
+        ([{"images": [picture(1)]}] * 60, "the 60 training rows, .* share one image, .* set dev_files, or dev_share=0"),
+        ([{"images": [picture(1)]}], "there is a single training row"),
+    ],
+)
+def test_why_no_row_can_be_held_out(rows: list[dict[str, object]], message: str, tmp_path: Path) -> None:
+    environment = vqa(tmp_path, [{"problem": "question", "answer": "yes", **row} for row in rows], dev_share=0.2)
+    with pytest.raises(DataError, match=message):
+        environment.tasks("dev")
+    assert len(environment.tasks("train")) == len(rows)
+
+
+@pytest.mark.parametrize("rows_per_image", [1, 2, 5])
+def test_dev_is_a_sample_of_rows_that_alternate_and_no_image_crosses(rows_per_image: int, tmp_path: Path) -> None:
+    environment = vqa(tmp_path, yes_no_rows(rows_per_image=rows_per_image), dev_share=0.2)
+    train, dev = list(environment.tasks("train")), list(environment.tasks("dev"))
+    assert (len(dev), len(train)) == (200, 800)
+    for rows in (dev, dev[:50]):  # the first are a sample too: evaluate.dev_size reads no more
+        share = Counter(task.answer for task in rows)["yes"] / len(rows)
+        # three standard deviations of a random sample
+        assert abs(share - 0.5) < 3 * 0.5 / len(rows) ** 0.5
+    assert not images_of(train) & images_of(dev)
+    assert {task.question for task in train + dev} == {f"question {n}" for n in range(1000)}
+
+
+def test_dev_is_no_test_row_whatever_is_set(tmp_path: Path) -> None:
+    for settings in ({}, {"dev_share": 0.5}, {"dev_files": (str(tmp_path / "train.parquet"),)}):
+        environment = vqa(tmp_path, yes_no_rows(40), **settings)
+        assert {task.question for task in environment.tasks("test")} == {"test"}
+        assert all(task.question.startswith("question") for task in environment.tasks("dev"))
+
+
+def test_the_choice_is_the_same_every_time_and_not_the_first_rows(tmp_path: Path) -> None:
+    def dev() -> list[str]:
+        return [task.question for task in vqa(tmp_path, yes_no_rows(200)).tasks("dev")]
+
+    assert dev() == dev() != [f"question {number}" for number in range(10)]
+    assert len(dev()) == 10
+
+
+def test_rows_linked_through_other_rows_stay_together() -> None:
+    a, b, c = b"a", b"b", b"c"
+    images = [(a, b), (c,), (b, c), *((b"%d" % n,) for n in range(17))]
+    for seed in range(30):
+        sides = split_by_image(images, share=0.2, seed=seed)
+        assert len({row in sides.held_out for row in range(3)}) == 1
+        assert sorted(sides.kept + sides.held_out) == list(range(20))
+        assert 0 < len(sides.held_out) <= 4
+
+
+def test_later_rows_leave_the_order_of_the_others() -> None:
+    images = [(b"%d" % n,) for n in range(100)]
+    half, whole = (split_by_image(images[:n], share=0.5, seed=3).held_out for n in (50, 100))
+    assert [row for row in whole if row < 50] == [row for row in half if row in whole]
+
+
+def test_images_are_known_by_bytes_path_or_pixels(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 4, 3), dtype=np.uint8)
+    for name in "ab":
+        Image.fromarray(pixels).save(tmp_path / f"{name}.png")
+    cells = [pixels, Image.fromarray(pixels), *[picture(1)] * 2, *(str(tmp_path / f"{name}.png") for name in "ab"), 5]
+    rows = open_rows([[{"image": cell} for cell in cells]])
+    rows = type(rows)(rows._tables, image_root=str(tmp_path))
+    hashes = list(image_hashes(rows, ["image"]))
+    assert hashes[0] == hashes[1] != hashes[2] == hashes[3]
+    assert hashes[4] != hashes[5], "a path is known by its name: the file is not opened"
+    assert hashes[6] == (), "a bad row stops nothing here; its split counts it"
+
+
+def test_places_are_split_by_picture_too(tmp_path: Path) -> None:
+    nowhere = dict.fromkeys(("city", "lat", "lon"))
+    rows = [{"image": picture(n // 4), "country": "France", **nowhere} for n in range(80)]
+    environment = geospot(tmp_path, rows, dev_share=0.05, test_files=("no such file.parquet",))
+    train, dev = list(environment.tasks("train")), list(environment.tasks("dev"))
+    assert (len(train), len(dev)) == (76, 4)
+    assert not images_of(train) & images_of(dev)
+    with pytest.raises(DataError, match="no such file"):
+        environment.tasks("test")
