@@ -68,12 +68,17 @@ def running(launch: Launch, ending_seconds: float = ENDING_SECONDS) -> Iterator[
 
     It has `ending_seconds` to finish its work; if this process is killed, it has time to delete its shared memory.
     """
-    with _terminable():
+    # SIGTERM and SIGHUP end the block in the same way as Ctrl-C
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
         process = ChildProcess(launch.command, launch.environment, grace_seconds=ENDING_SECONDS)
         try:
             yield process
         finally:
             process.terminate(ending_seconds)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def wait_until_healthy(process: ChildProcess, url: str, max_seconds: float) -> None:
@@ -87,17 +92,6 @@ def wait_until_healthy(process: ChildProcess, url: str, max_seconds: float) -> N
             raise EngineError(f"the server does not answer after {max_seconds:g} s; raise --start-seconds")
         sleep(POLL_SECONDS)
     raise EngineError(f"the server ended with code {process.exit_code} before it answered; its own messages say why")
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """A block that SIGTERM and SIGHUP end in the same way as Ctrl-C."""
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:

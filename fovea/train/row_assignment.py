@@ -247,7 +247,7 @@ def align_ranks(rows_of_ranks: Sequence[Sequence[RowSlices]], dummy: GroupSlice)
     filled = [[*rows, *[[dummy]] * (longest - len(rows))] for rows in rows_of_ranks]
     if not dummy.group.images:
         return filled
-    return [[row if _has_image(row) else [*row, dummy] for row in rows] for rows in filled]
+    return [[row if any(each.group.images for each in row) else [*row, dummy] for row in rows] for rows in filled]
 
 
 def slices_of(group: SampleGroup, rows_of_ranks: Sequence[Sequence[RowSlices]]) -> list[list[RowSlices]]:
@@ -310,10 +310,6 @@ def _assign(parts: Sequence[Parts], num_bins: int) -> list[list[int]]:
         bins[chosen].append(index)
         loads_2R[:, chosen] = after_2R[:, chosen]
     return bins
-
-
-def _has_image(row: RowSlices) -> bool:
-    return any(each.group.images for each in row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
