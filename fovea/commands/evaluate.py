@@ -100,14 +100,14 @@ def evaluate_targets(
     with ExitStack() as stack:
         if rows is not None and options.recipe is None and all(settings_file(target) is None for target in targets):
             # the targets name the models; environment and reward are the user's
-            others: list[Override] = [{"environment": {"train_files": []}}]
-            others = [] if "environment.train_files" in keys_of(overrides) else others
+            is_set = "environment.train_files" in keys_of(overrides)
+            others: list[Override] = [] if is_set else [{"environment": {"train_files": []}}]
             config = load_config([], [{"model": {"tiny": {}}}, {"environment": {"name": "rows"}}, *overrides, *others])
         else:
             config = shared_settings(targets, options.recipe, overrides, trust=options.trust)
         if rows is not None:  # the test split, in files that exist until the evaluation ends
-            arguments = {"test": "rows"}
-            written = stack.enter_context(rows_as_files(config.with_own_files, {"test": rows}, arguments=arguments))
+            given_rows = rows_as_files(config.with_own_files, {"test": rows}, arguments={"test": "rows"})
+            written = stack.enter_context(given_rows)
             folder = stack.enter_context(TemporaryDirectory(prefix="fovea-rows-"))
             for remark in written.remarks:
                 say(remark)

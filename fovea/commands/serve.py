@@ -36,10 +36,7 @@ EXPORTS = "exports"
 
 
 def served_folder(source: str, say: Callable[[str], None], *, trust: bool = False) -> Path:
-    """The folder of a model, or the export of a run's newest checkpoint or of a given checkpoint.
-
-    An export is written below the run folder, once for each checkpoint. ConfigError for any other source.
-    """
+    """The folder of a model, or the export of a run's newest or a given checkpoint; ConfigError for another source."""
     target = parse_target(source)
     if isinstance(target, CheckpointTarget):
         folder = target.run / EXPORTS / f"step-{step_of(target)}"
@@ -117,10 +114,7 @@ class ServerAddress:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def api_key(self, default: str | None = None) -> str | None:
-        """The key, or `default` if no variable is named.
-
-        ConfigError if the variable is empty, or if other machines could call the server without a key.
-        """
+        """The key, or `default`; ConfigError if the variable is empty, or other machines could call without a key."""
         if self.api_key_env is None:
             if default is None and not is_loopback(self.host):
                 raise ConfigError(

@@ -208,10 +208,7 @@ async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
 
 
 def _addresses(messages: Any) -> Iterator[tuple[dict[str, Any], str, bool]]:
-    """Find the places in messages that hold the address of a file instead of its data.
-
-    Yields the dictionary, its key, and True if it is the address of an image.
-    """
+    """Find file addresses in messages: the dictionary, its key, and True for the address of an image."""
     left = [("", messages)]
     while left:
         name, part = left.pop()
@@ -229,10 +226,7 @@ KEY_FILE = "server-key"
 
 
 def made_key(folder: Path) -> str:
-    """The admin key of the servers that share a folder of weight syncs; the first process to ask for it creates it.
-
-    Raises ConfigError if other users may read it.
-    """
+    """The admin key of the servers that share a folder, created on first use; ConfigError if others may read it."""
     file = folder / KEY_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -147,10 +147,7 @@ def pack_by_count(slices: Sequence[GroupSlice], groups_per_row: int) -> list[Row
 
 
 def balanced_bins(costs: Sequence[float], budget: float) -> list[list[int]]:
-    """Indices of costs by bin: the fewest bins with which longest-processing-time-first stays within the budget.
-
-    A cost above the budget gets a bin to itself.
-    """
+    """Indices of costs by bin: the fewest bins that fit the budget, longest first; a larger cost gets its own bin."""
     # start with the fewest bins that can hold the sum; the loop ends, at the latest, with one cost per bin
     num_rows = min(len(costs), math.ceil(sum(costs) / budget))
     while True:
@@ -161,10 +158,7 @@ def balanced_bins(costs: Sequence[float], budget: float) -> list[list[int]]:
 
 
 def _longest_first(costs: Sequence[float], num_rows: int) -> list[list[int]]:
-    """Indices of costs by row, by the longest-processing-time-first rule (Graham, SIAM J. Appl. Math. 17, 1969).
-
-    The largest row costs at most 4/3 of the optimum.
-    """
+    """Indices of costs by row, the longest first (Graham, SIAM J. Appl. Math. 17, 1969): at most 4/3 of the optimum."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     # a heap of (cost so far, row): ties go to the lower row, so every rank gets the same result
     cheapest = [(0.0, row) for row in range(num_rows)]

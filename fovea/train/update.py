@@ -74,10 +74,7 @@ class PolicyAccess:
 
 
 class TrainedPolicy(ABC):
-    """One process of a policy under training; backends implement its passes, gradients, optimizers and weights.
-
-    The driver's calls (`train.base.Policy`) are methods of the same names here.
-    """
+    """One process of a policy, with the driver's calls (`train.base.Policy`); backends implement its passes."""
 
     def __init__(  # noqa: PLR0913 (the settings of a whole policy, and its place among the processes)
         self,

@@ -86,10 +86,7 @@ def sum_over_replicas(model: nn.Module, *, now: bool) -> None:
 
 
 def full(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Gather the full tensor of a shard, in `dtype` if given, on the ranks' device; all ranks must call it.
-
-    Any other tensor is returned unchanged.
-    """
+    """Gather the full tensor of a shard, in `dtype` if given, on the ranks' device; all ranks must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     # converted before it is sent; shards in host memory are copied to the device first
