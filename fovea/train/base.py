@@ -106,7 +106,7 @@ class Policy(Protocol):
         ...
 
     async def limit_microbatches(self, max_tokens: int) -> None:
-        """Resume after memory ran out: micro-batches of at most `max_tokens`, and no memory kept between rollouts."""
+        """Start with micro-batches of at most `max_tokens` and no kept engine memory, after memory ran out."""
         ...
 
     async def export(self, folder: Path) -> None:

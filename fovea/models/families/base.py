@@ -191,5 +191,5 @@ class ModelFamily(Protocol):
         ...
 
     def forward_inputs(self, token_ids: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
-        """Arguments of transformers' forward besides ids [rows, L] and mask, on their device, for the rows' images."""
+        """Arguments of the forward besides ids [rows, L] and mask, on their device; `images` of all rows, in order."""
         ...
