@@ -107,10 +107,7 @@ def _kl_to_reference(sample: Sample, settings: KlInReward) -> NDArray[np.float32
 def _by_groups(
     batch: Batch, penalties: Sequence[NDArray[np.float32]], advantages_of: Callable[[Sequence[Tensor]], Tensor]
 ) -> Batch:
-    """Group-baseline advantages: one value per completion, repeated for its tokens.
-
-    `advantages_of` computes advantages [B] from the rewards [G] of each group.
-    """
+    """Give all tokens of a completion the advantage [B] that `advantages_of` makes of each group's rewards [G]."""
     # subtract the penalty before computing the baseline, so that the baseline cancels the group's mean KL
     rewards = [sample.reward - float(kl_T.sum()) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
     values = iter(advantages_of(torch.tensor(rewards).split(_sizes(batch))).tolist())
@@ -200,10 +197,7 @@ def _values(sample: Sample) -> NDArray[np.float32]:
 
 
 def _token_rewards(sample: Sample, kl_T: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Per-token rewards [T]: minus the KL penalty everywhere, plus each turn's reward on its last token.
-
-    A reward for the whole episode is on its last token.
-    """
+    """Per-token rewards [T]: minus the KL penalty, plus each turn's or the episode's reward on its last token."""
     rewards_T = -kl_T
     if sample.turn_rewards:
         rewards_T[sample.turn_ends] += np.array(sample.turn_rewards, dtype=np.float32)

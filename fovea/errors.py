@@ -41,10 +41,7 @@ class LostRankError(ClusterError):
 
 
 class MicrobatchMemoryError(OutOfMemoryError):
-    """An allocation failed in a micro-batch of one of several ranks; smaller micro-batches may fit.
-
-    `next_max_tokens` is the limit for the restart.
-    """
+    """An allocation failed in a micro-batch of one of several ranks; `next_max_tokens` is the limit to restart with."""
 
     exit_code = 5
 

@@ -21,7 +21,6 @@ from fovea.algorithms.aggregation import sample_weights
 from fovea.config.algorithm import Algorithm
 from fovea.metrics.turns import turn_metrics
 from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup, TurnTokens
-from fovea_gym.types import Score
 
 Value = TypeVar("Value", bound=np.generic)
 WHITENED = ("reinforce++", "reinforce++_baseline", "gae")
@@ -135,15 +134,10 @@ def _penalised(episode: Episode, penalty: float) -> Episode:
     return replace(episode, score=replace(score, reward=score.reward + penalty, turns=turns))
 
 
-def episode_return(score: Score, turn_discount: float) -> float:
-    """Reward of an episode; if rewards are per turn, the sum over turns k = 0, 1, ... of turn_discount^k r_k."""
-    if not score.turns:
-        return score.reward
-    return sum(turn_discount**turn * reward for turn, reward in enumerate(score.turns))
-
-
 def _sample(episode: Episode, weight: float, turn_discount: float) -> Sample:
-    turns = episode.tokens
+    turns, rewards = episode.tokens, episode.score.turns
+    # rewards per turn are summed over turns k = 0, 1, ... as turn_discount^k r_k
+    discounted = sum(turn_discount**turn * reward for turn, reward in enumerate(rewards))
     return Sample(
         token_ids_T=_joined(turns, lambda turn: turn.observation.token_ids_L, lambda turn: turn.completion.token_ids_T),
         mask_T=_joined(
@@ -156,8 +150,8 @@ def _sample(episode: Episode, weight: float, turn_discount: float) -> Sample:
             lambda turn: np.zeros(turn.observation.num_tokens, dtype=np.float32),
             lambda turn: turn.completion.logprobs_T,
         ),
-        reward=episode_return(episode.score, turn_discount),
-        turn_rewards=episode.score.turns,
+        reward=discounted if rewards else episode.score.reward,
+        turn_rewards=rewards,
         weight=weight,
         images=tuple(image for turn in turns[1:] for image in turn.observation.images),
         completion_ids=tuple(turn.completion.id for turn in turns),

@@ -89,10 +89,7 @@ def turn_gae(
 
 
 def whiten(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Masked whitening: (x - mean) * rsqrt(var + 1e-8) over the tokens in the mask, var unbiased; 0 elsewhere.
-
-    A single token has variance 0 and becomes 0.
-    """
+    """Masked whitening: (x - mean) * rsqrt(var + 1e-8), var unbiased (0 for a single token); 0 outside the mask."""
     mask_BT = mask_BT.bool()
     num = mask_BT.sum()
     mean = torch.where(mask_BT, x_BT, 0.0).sum() / num.clamp(min=1)

@@ -38,10 +38,7 @@ def value_loss(values_A: Tensor, old_values_A: Tensor, returns_A: Tensor, *, cli
 
 
 def explained_variance(values_A: Tensor, returns_A: Tensor) -> float:
-    """1 - var(ret - V) / var(ret): 1 for a perfect critic, 0 for a constant critic, negative for a worse one.
-
-    Returns 0 if it is undefined: if all returns are equal, or there are fewer than two.
-    """
+    """1 - var(ret - V) / var(ret), 1 for a perfect critic; 0 if all returns are equal or there are fewer than two."""
     returns_A, values_A = returns_A.detach().double(), values_A.detach().double()
     if len(returns_A) < 2 or returns_A.amax() == returns_A.amin():
         return 0.0

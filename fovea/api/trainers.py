@@ -29,7 +29,6 @@ from fovea.config.run import Config
 from fovea.evaluation.comparison import TargetMetrics
 from fovea.loop import train
 from fovea.run.callbacks import Callbacks, OnEval, OnStep
-from fovea.run.context import Run
 from fovea.run.run_dir import has_checkpoint
 from fovea.utils.torchrun import check_torchrun, is_worker
 from fovea.wiring.given import check_takes_rows
@@ -132,7 +131,11 @@ class Trainer:
         with restored_threads():
             run = build(self.config, self._code.environment, self._frames, self._code.rewards, self._code.tools)
             self._folder = run.folder
-            _run_steps(replace(run, callbacks=self._callbacks))
+            try:
+                train(replace(run, callbacks=self._callbacks))
+            except SystemExit as end:  # the time limit, or a signal
+                if end.code:
+                    raise
         trained = load_run(run.folder)
         return trained if export_to is None else replace(trained, model=self.export(export_to).folder)
 
@@ -202,15 +205,6 @@ class PPO(Trainer):
 
     _name = "PPO"
     _choice = ({"algorithm": {"name": "ppo"}},)
-
-
-def _run_steps(run: Run) -> None:
-    """Run the loop until it ends or reaches the time limit."""
-    try:
-        train(run)
-    except SystemExit as end:
-        if end.code:  # a signal
-            raise
 
 
 def _grader(

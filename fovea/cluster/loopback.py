@@ -25,10 +25,7 @@ def gloo_on_loopback() -> None:
 
 
 def own_ray_on_loopback() -> None:
-    """Make a Ray cluster that this process starts listen only on the loopback interface.
-
-    Must be called before ray is imported, since ray reads the environment then. A running cluster is not changed.
-    """
+    """Make a Ray cluster that this process starts listen only on loopback; call it before ray is imported."""
     if "ray" not in sys.modules and not running_cluster():
         os.environ.setdefault(RAY_BEYOND_LOOPBACK, "0")
 

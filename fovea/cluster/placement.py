@@ -30,10 +30,7 @@ class Placement:
 
     @staticmethod
     def of(cluster: Cluster, num_workers: int, replicas: int = 1) -> Placement:
-        """The placement of `num_workers` workers.
-
-        ConfigError if none of them would train, or if `replicas` does not divide the number of learners.
-        """
+        """The placement of the workers; ConfigError if none trains, or `replicas` does not divide the learners."""
         num_learners = num_workers - cluster.rollout_gpus
         if num_learners < 1:
             raise ConfigError(

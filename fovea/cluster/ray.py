@@ -98,7 +98,20 @@ class RayWorker:
 
     async def open(self, rendezvous: Rendezvous, make: Callable[[], Worker]) -> None:
         """Join the process group of all workers, and make the services of this worker."""
-        _join(rendezvous)
+        # the variables by which torchrun describes a process; Ray shows an actor only its own GPUs
+        os.environ |= {"RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.size), "LOCAL_RANK": "0"}
+        if rendezvous.allocator is not None:
+            os.environ.setdefault(GPU_ALLOCATOR, rendezvous.allocator)
+        timeout = timedelta(seconds=rendezvous.timeout_seconds)
+        if is_loopback(rendezvous.host):
+            gloo_on_loopback()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout),
+            rank=rendezvous.rank,
+            world_size=rendezvous.size,
+            timeout=timeout,
+        )
         self._worker, self._calls = make(), asyncio.get_running_loop()
 
     async def deliver(self, message: bytes) -> None:
@@ -124,23 +137,6 @@ class RayWorker:
             while (message := await outgoing.get()) is not None:
                 yield message
         serving.result()
-
-
-def _join(rendezvous: Rendezvous) -> None:
-    # the variables by which torchrun describes a process; Ray shows an actor only its own GPUs
-    os.environ |= {"RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.size), "LOCAL_RANK": "0"}
-    if rendezvous.allocator is not None:
-        os.environ.setdefault(GPU_ALLOCATOR, rendezvous.allocator)
-    timeout = timedelta(seconds=rendezvous.timeout_seconds)
-    if is_loopback(rendezvous.host):
-        gloo_on_loopback()
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout),
-        rank=rendezvous.rank,
-        world_size=rendezvous.size,
-        timeout=timeout,
-    )
 
 
 class RayLine:
@@ -186,9 +182,12 @@ class RayWorkers:
         if self._owns_cluster:
             threading.Thread(target=_end_with_servers, args=(self._closed,), name="watch of Ray", daemon=True).start()
         try:
-            resource = _resource(device)
-            self._bundles = (_reserve_here if self._owns_cluster else _reserve_shared)(cluster, resource)
-            actors = [_start(self._bundles, node, resource) for node in _nodes_of_ranks(cluster)]
+            has_gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU"))
+            resource = "GPU" if has_gpus else "CPU"
+            self._bundles = _reserve(cluster, resource, owned=self._owns_cluster)
+            assert cluster.gpus_per_node is not None
+            nodes = [rank // cluster.gpus_per_node for rank in range(cluster.num_ray_workers)]
+            actors = [_start(self._bundles, node, resource) for node in nodes]
             host, port = _result(actors[0].meeting_point.remote())
             first = Rendezvous(
                 host=host,
@@ -221,7 +220,10 @@ def connect(cluster: Cluster) -> bool:
         return False
     if address := running_cluster():
         try:
-            _knock(address)
+            # Ray would retry for more than five minutes where nothing listens
+            host, _, port = address.rpartition(":")
+            if "/" not in host and port.isdecimal():
+                socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
             _init(address=address)
         except (RayError, OSError) as error:
             raise ClusterError(
@@ -269,14 +271,6 @@ def _kill_children(process: int) -> None:
                 os.kill(int(child), signal.SIGKILL)
 
 
-def _knock(address: str) -> None:
-    """Raise OSError if nothing listens at an address of the form HOST:PORT."""
-    # Ray would retry for more than five minutes
-    host, _, port = address.rpartition(":")
-    if "/" not in host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
-
-
 def _init(**options: Any) -> None:
     """Call `ray.init` without logs on the terminal and without Ray's SIGTERM handler, which would end a run unsaved."""
     before = signal.getsignal(signal.SIGTERM)
@@ -286,34 +280,16 @@ def _init(**options: Any) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def _resource(device: str) -> str:
-    """Ray's name of the resource that each worker takes one of."""
-    if device == "auto":
-        return "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-    return "GPU" if device == "cuda" else "CPU"
-
-
-def _nodes_of_ranks(cluster: Cluster) -> list[int]:
-    assert cluster.gpus_per_node is not None
-    return [rank // cluster.gpus_per_node for rank in range(cluster.num_ray_workers)]
-
-
-def _reserve_here(cluster: Cluster, resource: str) -> PlacementGroup:
-    """Reserve GPUs in the cluster that this run started, so that waiting for more nodes or free GPUs is pointless."""
-    fix = "lower cluster.gpus_per_node"
-    if max(_of_nodes(resource), default=0) < (cluster.gpus_per_node or 0):
-        raise ConfigError(f"{_missing(cluster, resource)}; {fix}")
-    return _reserve(cluster, resource, OWN_CLUSTER_SECONDS, fix)
-
-
-def _reserve_shared(cluster: Cluster, resource: str) -> PlacementGroup:
-    minutes = cluster.wait_minutes
-    fix = f"lower these settings, add nodes with `fovea cluster start`, or raise cluster.wait_minutes={minutes:g}"
-    return _reserve(cluster, resource, 60 * minutes, fix)
-
-
-def _reserve(cluster: Cluster, resource: str, wait_seconds: float, fix: str) -> PlacementGroup:
+def _reserve(cluster: Cluster, resource: str, *, owned: bool) -> PlacementGroup:
     """Reserve one bundle per node of the run, and print what is missing; ConfigError if time runs out."""
+    wait_seconds, fix = OWN_CLUSTER_SECONDS, "lower cluster.gpus_per_node"
+    if not owned:
+        minutes = cluster.wait_minutes
+        wait_seconds = 60 * minutes
+        fix = f"lower these settings, add nodes with `fovea cluster start`, or raise cluster.wait_minutes={minutes:g}"
+    elif max(_of_nodes(resource), default=0) < (cluster.gpus_per_node or 0):
+        # waiting is pointless: nobody adds a node to the cluster that this run started
+        raise ConfigError(f"{_missing(cluster, resource)}; {fix}")
     bundles = [{resource: float(cluster.gpus_per_node or 0)}] * cluster.num_nodes
     group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD")
     deadline, printed = time.monotonic() + wait_seconds, ""

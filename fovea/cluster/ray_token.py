@@ -32,10 +32,7 @@ def make_token() -> None:
 
 
 def use_token() -> None:
-    """Turn on Ray's authentication in this process and its children, unless the environment says otherwise.
-
-    Must be called before ray is imported, since ray reads the environment then.
-    """
+    """Turn on Ray's authentication unless the environment says otherwise; call it before ray is imported."""
     if "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     # Ray would send usage statistics to its developers

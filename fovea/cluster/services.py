@@ -51,11 +51,13 @@ class WorkersPolicy:
     async def update(self, batch: Batch) -> Metrics:
         images = (await self._images()).to_update(batch)
         metrics: Metrics = await self._call("update", batch, images=images)
+        peak = Call(method="peak_gib")
+        peaks_gib: list[float] = await call_each((learner, peak) for learner in self.workers.learners)
         return metrics | {
             "transfer/images_mib": self.workers.images_mib(),
             "transfer/requests_reissued": float(self.workers.requests_reissued()),
             "transfer/engines_lost": float(self.workers.engines_lost()),
-            "memory/learners_peak_gib": await self._peak_gib(),
+            "memory/learners_peak_gib": max(peaks_gib),
         }
 
     async def sft(self, pairs: Sequence[SftExample]) -> Metrics:
@@ -72,11 +74,6 @@ class WorkersPolicy:
     async def close(self) -> None:
         """End all workers, including their engines."""
         await self.workers.close()
-
-    async def _peak_gib(self) -> float:
-        call = Call(method="peak_gib")
-        found: list[float] = await call_each((learner, call) for learner in self.workers.learners)
-        return max(found)
 
     async def _images(self) -> ImagesByRank:
         call = Call(method="policy.images_by_rank")

@@ -58,9 +58,16 @@ def plan(config: Config, *, rows_per_split: int | None = NUM_OPENED) -> list[str
         check_run(folder, config)
     with _noted(problems):
         chosen_trackers(config.log)
-    for check in (_check_packages, _check_device, _check_placement):
+    with _noted(problems):
+        _check_packages(config)
+    num_workers = config.cluster.num_ray_workers
+    if not num_workers:  # the devices of a Ray cluster are on other machines
         with _noted(problems):
-            check(config)
+            pick_device(config.model.device)
+    # one process does not tell the number of workers: the run may be started by torchrun with several
+    if num_workers or num_processes() > 1:
+        with _noted(problems):
+            placement_of(config, num_workers or num_processes())
     lines: list[str] = []
     with TemporaryDirectory(prefix="fovea-dry-run-") as scratch, _noted(problems):
         # images would be fetched into the run folder
@@ -126,12 +133,6 @@ def _resumed(config: Config, folder: Path) -> SavedCheckpoint | None:
     return Checkpoints(folder, config.checkpoint.keep).latest() if config.resume == "auto" else None
 
 
-def _check_device(config: Config) -> None:
-    """ModelError if this machine, unless a Ray cluster trains, does not have model.device."""
-    if not config.cluster.num_ray_workers:
-        pick_device(config.model.device)
-
-
 def _check_packages(config: Config) -> None:
     """MissingExtraError or ConfigError if a backend is not installed, or if its interpreter is missing."""
     # the error of each import says what to install
@@ -146,14 +147,6 @@ def _check_packages(config: Config) -> None:
         find_interpreter(engine.interpreter)
     elif engine.extra is not None:
         importlib.import_module("fovea.rollout." + engine.extra)
-
-
-def _check_placement(config: Config) -> None:
-    """ConfigError if train and rollout settings cannot divide the run's workers, if their number is known."""
-    num_workers = config.cluster.num_ray_workers or num_processes()
-    # one process does not tell the number: the run may be started by torchrun with several
-    if config.cluster.num_ray_workers or num_workers > 1:
-        placement_of(config, num_workers)
 
 
 def _cluster(config: Config) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,9 +67,6 @@ from fovea_gym.utils.http_json import JsonServer, bearer
 from fovea_gym.utils.shown_text import printable, without_secrets
 
 Say = Callable[[str], None]
-ONLY_ROWS: Sequence[Override] = ({"model": {"tiny": {}}}, {"environment": {"name": "rows"}})
-"""Settings under the user's if only rows are given; the targets name the models."""
-NO_TRAINING_ROWS: Override = {"environment": {"train_files": []}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +98,21 @@ def evaluate_targets(
     targets = parse_targets(words, options.api_key_env)
     say = partial(print_progress, Console(quiet=options.quiet))
     with ExitStack() as stack:
-        if rows is None:
-            config = shared_settings(targets, options.recipe, overrides, trust=options.trust)
+        if rows is not None and options.recipe is None and all(settings_file(target) is None for target in targets):
+            # the targets name the models; environment and reward are the user's
+            is_set = "environment.train_files" in keys_of(overrides)
+            others: list[Override] = [] if is_set else [{"environment": {"train_files": []}}]
+            config = load_config([], [{"model": {"tiny": {}}}, {"environment": {"name": "rows"}}, *overrides, *others])
         else:
-            config = _settings_beside_rows(targets, overrides, options)
-            config = stack.enter_context(_asking(rows, config, say))
+            config = shared_settings(targets, options.recipe, overrides, trust=options.trust)
+        if rows is not None:  # the test split, in files that exist until the evaluation ends
+            given_rows = rows_as_files(config.with_own_files, {"test": rows}, arguments={"test": "rows"})
+            written = stack.enter_context(given_rows)
+            folder = stack.enter_context(TemporaryDirectory(prefix="fovea-rows-"))
+            for remark in written.remarks:
+                say(remark)
+            written.move_into(Path(folder))
+            config = written.config.with_files_of(folder)
         wait_for(check_servers(targets, config))
         eval_set = EvalSet.of(config, options.split, given)
         stack.enter_context(closing(eval_set.grading))
@@ -116,27 +123,6 @@ def evaluate_targets(
 def print_progress(console: Console, text: str) -> None:
     """Print a dim line, without passwords and keys."""
     console.print(Text(printable(without_secrets(text)), style="dim"))
-
-
-def _settings_beside_rows(targets: Sequence[Target], overrides: Sequence[Override], options: EvalOptions) -> Config:
-    """The settings of a recipe or of the targets, or else the defaults with the user's environment and reward."""
-    if options.recipe is None and all(settings_file(target) is None for target in targets):
-        others = [] if "environment.train_files" in keys_of(overrides) else [NO_TRAINING_ROWS]
-        return load_config([], [*ONLY_ROWS, *overrides, *others])
-    return shared_settings(targets, options.recipe, overrides, trust=options.trust)
-
-
-@contextmanager
-def _asking(rows: InMemory, config: Config, say: Say) -> Iterator[Config]:
-    """The settings with these rows as the test split, in files that exist until the block ends."""
-    with (
-        rows_as_files(config.with_own_files, {"test": rows}, arguments={"test": "rows"}) as written,
-        TemporaryDirectory(prefix="fovea-rows-") as folder,
-    ):
-        for remark in written.remarks:
-            say(remark)
-        written.move_into(Path(folder))
-        yield written.config.with_files_of(folder)
 
 
 def _write(results: EvalResults, eval_set: EvalSet, options: EvalOptions) -> list[TargetMetrics]:
@@ -341,8 +327,11 @@ async def _ask_model(
         samples = _by_id(
             await evaluator.answers(source, eval_set.size, sampling=sampling, n=n, seed=config.seed, unscored=later)
         )
-    controls = config.evaluate.image_controls
-    shuffled, blank = await _controls(evaluator, source, eval_set, say, later) if controls else ({}, {})
+    shuffled, blank = dict[str, AnsweredRow](), dict[str, AnsweredRow]()
+    if config.evaluate.image_controls and (tasks := pictured_tasks(source, eval_set.size, say)):
+        say(f"{len(tasks)} rows with shuffled images, and with blank ones")
+        changed = image_controls(source, tasks, eval_set.open_image)
+        shuffled, blank = [_by_id(await evaluator.answers(each, unscored=later)) for each in changed]
     _say_left_out([*unscored, *later], say)
     return TargetAnswers(
         name=name,
@@ -353,19 +342,6 @@ async def _ask_model(
         skipped=dict(source.bad_rows),
         unscored=tuple(unscored),
     )
-
-
-async def _controls(
-    evaluator: Evaluator, source: PromptSource, eval_set: EvalSet, say: Say, unscored: list[str]
-) -> tuple[dict[str, AnsweredRow], dict[str, AnsweredRow]]:
-    """Greedy answers with shuffled images and with blank ones (image ablation); empty if no row has an image."""
-    tasks = pictured_tasks(source, eval_set.size, say)
-    if not tasks:
-        return {}, {}
-    say(f"{len(tasks)} rows with shuffled images, and with blank ones")
-    changed = image_controls(source, tasks, eval_set.open_image)
-    shuffled, blank = [_by_id(await evaluator.answers(each, unscored=unscored)) for each in changed]
-    return shuffled, blank
 
 
 def _say_left_out(unscored: Sequence[str], say: Say) -> None:

@@ -36,10 +36,7 @@ EXPORTS = "exports"
 
 
 def served_folder(source: str, say: Callable[[str], None], *, trust: bool = False) -> Path:
-    """The folder of a model, or the export of a run's newest checkpoint or of a given checkpoint.
-
-    An export is written below the run folder, once for each checkpoint. ConfigError for any other source.
-    """
+    """The folder of a model, or the export of a run's newest or a given checkpoint; ConfigError for another source."""
     target = parse_target(source)
     if isinstance(target, CheckpointTarget):
         folder = target.run / EXPORTS / f"step-{step_of(target)}"
@@ -68,12 +65,17 @@ def running(launch: Launch, ending_seconds: float = ENDING_SECONDS) -> Iterator[
 
     It has `ending_seconds` to finish its work; if this process is killed, it has time to delete its shared memory.
     """
-    with _terminable():
+    # SIGTERM and SIGHUP end the block in the same way as Ctrl-C
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
         process = ChildProcess(launch.command, launch.environment, grace_seconds=ENDING_SECONDS)
         try:
             yield process
         finally:
             process.terminate(ending_seconds)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def wait_until_healthy(process: ChildProcess, url: str, max_seconds: float) -> None:
@@ -87,17 +89,6 @@ def wait_until_healthy(process: ChildProcess, url: str, max_seconds: float) -> N
             raise EngineError(f"the server does not answer after {max_seconds:g} s; raise --start-seconds")
         sleep(POLL_SECONDS)
     raise EngineError(f"the server ended with code {process.exit_code} before it answered; its own messages say why")
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """A block that SIGTERM and SIGHUP end in the same way as Ctrl-C."""
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
@@ -123,10 +114,7 @@ class ServerAddress:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def api_key(self, default: str | None = None) -> str | None:
-        """The key, or `default` if no variable is named.
-
-        ConfigError if the variable is empty, or if other machines could call the server without a key.
-        """
+        """The key, or `default`; ConfigError if the variable is empty, or other machines could call without a key."""
         if self.api_key_env is None:
             if default is None and not is_loopback(self.host):
                 raise ConfigError(

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from fovea.commands.trust import check_packages, check_trust
 from fovea.config.loading import keys_of, load_config
-from fovea.config.model import Model
 from fovea.config.recipes import Override, section_of, shipped_recipes
 from fovea.config.run import Config
 from fovea.errors import ModelError
@@ -108,8 +107,12 @@ def parse_target(word: str) -> Target:
     if word.startswith(("http://", "https://")):
         return _server_target(word)
     folder = Path(word)
+    if (folder / ADAPTER_CONFIG).is_file():
+        return ModelTarget(name=word, path=_base_of(folder), adapter=folder)
+    if (folder / "config.json").is_file():
+        return ModelTarget(name=word, path=word)
     if folder.is_dir():
-        return _folder_target(word, folder)
+        return find_checkpoint(folder)
     if folder.expanduser().is_file():
         raise ConfigError(
             f"{word}: a file, not a folder; name the folder of the run or model, and a recipe as recipe=FILE"
@@ -139,14 +142,6 @@ def _server_target(word: str) -> ServerTarget:
         )
     url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
     return ServerTarget(name=word, url=url, model=parts.fragment or None)
-
-
-def _folder_target(word: str, folder: Path) -> Target:
-    if (folder / ADAPTER_CONFIG).is_file():
-        return ModelTarget(name=word, path=_base_of(folder), adapter=folder)
-    if (folder / "config.json").is_file():
-        return ModelTarget(name=word, path=word)
-    return find_checkpoint(folder)
 
 
 def find_checkpoint(folder: Path) -> CheckpointTarget:
@@ -289,27 +284,23 @@ def open_model(
         check_packages(target.run / CONFIG_FILE, overrides, trust=trust)
         return _open_checkpoint(target, own, trust=trust)
     assert shared is not None, "a model without settings needs shared ones"
-    settings = _plain_model(shared.model, target)
+    # images are encoded as the shared settings say, so that targets are comparable
+    settings = shared.model.model_copy(
+        update={
+            "path": target.path,
+            "revision": target.revision or (shared.model.revision if target.path == shared.model.path else None),
+            "tiny": None,
+            "lora": None,
+            "freeze_vision_tower": not shared.model.trains_vision,
+            "freeze_projector": None,
+        }
+    )
     config = shared.model_copy(update={"model": settings})
     try_model(settings)
     processor, network = load_processor(settings), load_network(settings)
     if target.adapter is not None:
         merge_adapter(network, target.adapter)
     return OpenedModel(config=config, processor=processor, vlm=make_vlm(config, network, processor.banned_ids))
-
-
-def _plain_model(model: Model, target: ModelTarget) -> Model:
-    """Settings for an existing model; images are encoded as `model` sets it, so that targets are comparable."""
-    return model.model_copy(
-        update={
-            "path": target.path,
-            "revision": target.revision or (model.revision if target.path == model.path else None),
-            "tiny": None,
-            "lora": None,
-            "freeze_vision_tower": not model.trains_vision,
-            "freeze_projector": None,
-        }
-    )
 
 
 def _without_first_adapter(config: Config) -> Config:
@@ -346,14 +337,10 @@ def _open_checkpoint(target: CheckpointTarget, overrides: Sequence[Override], *,
         model = locate_model(config, target.run, environment)
         processor = load_processor(model)
         vlm = open_vlm(config, model, processor.banned_ids)
-        left_out = _load_trained(target.folder, config, model, vlm)
+        if config.train.backend.shares_network:
+            left_out = load_trained(target.folder, vlm)
+        else:
+            saved = saved_by_megatron(config, model, vlm.banned_ids, target.folder)
+            copy_weights(saved.weights, dict(factored_weights(vlm.network)))
+            left_out = saved.left_out
         return OpenedModel(config=config, processor=processor, vlm=vlm, left_out=left_out)
-
-
-def _load_trained(checkpoint: Path, config: Config, model: Model, vlm: PolicyNetwork) -> tuple[str, ...]:
-    """Restore the weights of a checkpoint of either backend in place; returns the names of parts left out."""
-    if config.train.backend.shares_network:
-        return load_trained(checkpoint, vlm)
-    saved = saved_by_megatron(config, model, vlm.banned_ids, checkpoint)
-    copy_weights(saved.weights, dict(factored_weights(vlm.network)))
-    return saved.left_out

@@ -166,10 +166,7 @@ class Setting(NamedTuple):
 
 
 def listed(key: str) -> tuple[str, str]:
-    """The part of a mixture that a key is in ("" for none), and the key under which the settings table lists it.
-
-    The environment of a part has the same settings as that of a run, so the table lists them once.
-    """
+    """The part of a mixture that a key is in ("" for none), and the key under which the settings table lists it."""
     if found := _IN_A_PART.fullmatch(key):
         return found[1], found[2]
     return "", _OF_A_PART.sub(f"environment.parts.{ANY_PART}", key)
@@ -199,10 +196,7 @@ def has_setting(choice: str, key: str) -> bool:
 
 
 def settings() -> dict[Setting, list[str]]:
-    """Every setting, with the members of a union that have it unless all of them do.
-
-    Members from other packages are included once they have been imported.
-    """
+    """Every setting, with the union members that have it unless all do; those from packages only once imported."""
     return _settings(state())
 
 

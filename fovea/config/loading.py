@@ -81,10 +81,7 @@ def config_of(tree: Tree, source: str) -> Config:
 
 
 def load_run_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> Config:
-    """Load the settings of a training run; if its folder has no rows, those in the folder of a recipe's run are used.
-
-    The `config.yaml` of a run with rows can thus be a recipe for other runs.
-    """
+    """Load a run's settings; if its folder has no rows, those in the folder of a recipe's run are used."""
     config = load_config(recipes, overrides)
     own = Path(config.run_dir) / ROWS_FOLDER
     beside = next((recipe.parent for recipe in recipes if (recipe.parent / ROWS_FOLDER).is_dir()), None)
@@ -100,10 +97,7 @@ def dropped_settings(recipes: Sequence[Path], overrides: Sequence[Override]) -> 
 
 
 def public_settings(config: Config) -> Tree:
-    """Every setting as a JSON value, without the passwords and keys of URLs: for files, pages and services.
-
-    The run itself uses the URLs as they were given.
-    """
+    """Every setting as a JSON value, without passwords and keys of URLs: for files, pages and services."""
     settings: Tree = tree_without_secrets(config.model_dump(mode="json"))
     return settings
 

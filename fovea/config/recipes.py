@@ -110,10 +110,7 @@ def read_recipe(recipe: Path) -> Tree:
 
 
 def recipes_folder() -> Path:
-    """The folder of the recipes that come with Fovea.
-
-    A wheel has it inside the package; a checkout or an editable installation has it next to the package.
-    """
+    """The folder of Fovea's recipes: inside the package in a wheel, next to it in a checkout."""
     inside = PACKAGE / "recipes"
     return inside if inside.is_dir() else PACKAGE.parent / "recipes"
 

@@ -177,10 +177,7 @@ class RowOrder(Protocol):
         ...
 
     def restore(self, state: Any) -> None:
-        """Continue from a position; DataError if the rows differ from those of the order that returned it.
-
-        ConfigError if a finite order ends before the position.
-        """
+        """Continue from a position; DataError if it is of other rows, ConfigError if a finite order ends before it."""
         ...
 
 
@@ -192,10 +189,7 @@ class EpochState(TypedDict):
 
 
 class EpochOrder:
-    """The rows 0 to num_rows - 1, each exactly once per epoch; without `max_epochs` the order never ends.
-
-    The order does not depend on how many rows are taken at once.
-    """
+    """The rows 0 to num_rows - 1, each exactly once per epoch; without `max_epochs` the order never ends."""
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool, max_epochs: int | None = None) -> None:
         if not num_rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import NoReturn, Protocol, TypeAlias
@@ -24,34 +24,20 @@ Seed: TypeAlias = tuple[int, int]
 """The seed of an evaluation, and the index of the chunk's first row."""
 
 
-def image_type_of(task: Task, key: str | None) -> str | None:
-    """The value of `evaluate.image_type_key` in a task's row; ConfigError if the row does not have this key."""
-    if key is not None and key not in task.row:
-        raise ConfigError(
-            f"evaluate.image_type_key={key}, but {task.id} has no such key, only {', '.join(task.row) or 'none'}; "
-            "set a key that all rows have"
-        )
-    return None if key is None else str(task.row[key])
-
-
 def task_row(task: Task, index: int, image_type_key: str | None) -> TaskRow:
-    """The record of a source's row, without answers."""
+    """The record of a source's row, without answers; ConfigError if the row does not have `image_type_key`."""
+    if image_type_key is not None and image_type_key not in task.row:
+        raise ConfigError(
+            f"evaluate.image_type_key={image_type_key}, but {task.id} has no such key, only "
+            f"{', '.join(task.row) or 'none'}; set a key that all rows have"
+        )
     return TaskRow(
         id=task.id,
         index=index,
         kind=task.kind,
         question=task.question,
         truth=task.answer,
-        image_type=image_type_of(task, image_type_key),
-    )
-
-
-def answered_row(task: Task, index: int, episodes: Sequence[Episode], image_type_key: str | None) -> AnsweredRow:
-    """The record of a source's row with its finished episodes."""
-    return AnsweredRow(
-        **asdict(task_row(task, index, image_type_key)),
-        answers=tuple(map(recorded_episode, episodes)),
-        token_ids=next((tuple(turn.completion.token_ids_T.tolist()) for turn in episodes[0].tokens[:1]), ()),
+        image_type=None if image_type_key is None else str(task.row[image_type_key]),
     )
 
 
@@ -75,7 +61,12 @@ def answered_rows(
                 raise episodes
             unscored.append(str(episodes))
         else:
-            yield answered_row(task, index, episodes, image_type_key)
+            first_turn = episodes[0].tokens[:1]
+            yield AnsweredRow(
+                **asdict(task_row(task, index, image_type_key)),
+                answers=tuple(map(recorded_episode, episodes)),
+                token_ids=tuple(first_turn[0].completion.token_ids_T.tolist()) if first_turn else (),
+            )
 
 
 def _raise(error: BadRowError) -> NoReturn:
@@ -125,7 +116,8 @@ class Evaluator:
         rows = await self.answers(source, size, unscored=unscored)
         for reason in unscored:
             self._on_unscored(reason)
-        check_scored(rows, unscored)
+        if unscored and not rows:
+            raise ScoreError(f"none of the {len(unscored)} held-out rows could be scored; the last one: {unscored[-1]}")
         keep(rows)
         return Evaluation(
             accuracies=_accuracies_by(rows, lambda row: row.kind),
@@ -208,9 +200,3 @@ def _accuracies_by(
     """Accuracies of the first answers, grouped by `name_of` in sorted order; rows whose name is None are left out."""
     names = sorted({name for name in map(name_of, rows) if name is not None})
     return {name: tuple(row.answers[0].accuracy for row in rows if name_of(row) == name) for name in names}
-
-
-def check_scored(rows: Collection[object], unscored: Sequence[str]) -> None:
-    """Raise ScoreError if rows were answered but none of them has a score."""
-    if unscored and not rows:
-        raise ScoreError(f"none of the {len(unscored)} held-out rows could be scored; the last one: {unscored[-1]}")

@@ -38,7 +38,10 @@ def results_json(results: EvalResults, metrics: Sequence[TargetMetrics], about: 
         **about,
         "targets": [asdict(each) for each in metrics],
         "banned_tokens": {target.name: asdict(target.banned) for target in results.targets if target.banned},
-        "skipped": {target.name: _skipped(target) for target in results.targets},
+        "skipped": {
+            target.name: [{"index": index, "reason": reason} for index, reason in sorted(target.skipped.items())]
+            for target in results.targets
+        },
         "unscored": {target.name: list(target.unscored) for target in results.targets},
         "rows": [_row(row, results.targets) for row in results.rows],
     }
@@ -63,10 +66,6 @@ def _answers(target: TargetAnswers, row_id: str) -> dict[str, Any]:
         if row_id in answered:
             answers[name] = as_json(EPISODE, answered[row_id].answers[0])
     return answers
-
-
-def _skipped(target: TargetAnswers) -> list[dict[str, Any]]:
-    return [{"index": index, "reason": reason} for index, reason in sorted(target.skipped.items())]
 
 
 def finite_json(value: Any) -> Any:

@@ -107,8 +107,13 @@ class JsonlSink:
 def read_metrics(run_dir: Path) -> list[Metrics]:
     """Read metrics.jsonl, with `step` in each row and NaN for null; an empty list if there is no file."""
     path = run_dir / METRICS_FILE
-    lines = enumerate(_ended_lines(path), start=1)
-    return [parse_metrics(line, where=f"{path} line {number}") for number, line in lines]
+    lines = enumerate(read_lines(path, within=run_dir) if path.exists() else (), start=1)
+    # a crash may have cut the last line off, or it may be being written right now
+    return [
+        parse_metrics(line.decode("utf-8", errors="replace"), where=f"{path} line {number}")
+        for number, line in lines
+        if line.endswith(b"\n")
+    ]
 
 
 def _lines_until(last: int, path: Path) -> tuple[dict[int, str], int, int]:
@@ -131,13 +136,6 @@ def _lines_until(last: int, path: Path) -> tuple[dict[int, str], int, int]:
         if step <= last:
             kept[step] = line
     return kept, num_damaged, num_nuls
-
-
-def _ended_lines(path: Path) -> Iterator[str]:
-    """The complete lines of a file: a crash may have cut the last one off, or it may be being written right now."""
-    for line in read_lines(path, within=path.parent) if path.exists() else ():
-        if line.endswith(b"\n"):
-            yield line.decode("utf-8", errors="replace")
 
 
 class Phases:

@@ -204,7 +204,9 @@ class Progress:
         """Show a finished step, counted from 1, and its metrics."""
         self._step, self._stage = step, None
         self._figures = self._figures | _figures(step, metrics)
-        self._step_seconds = _smooth(self._step_seconds, metrics.get("seconds/step"))
+        if (seconds := metrics.get("seconds/step")) is not None:
+            average = seconds if self._step_seconds is None else self._step_seconds
+            self._step_seconds = average + SMOOTHING * (seconds - average)
         self._bar.update(self._steps, completed=step, time_left=self._time_left())
         line = f"step {self._count()}  {self._figures_line()}  {self._time_left()}"
         for lines in self._plain:
@@ -305,12 +307,6 @@ def _figures(step: int, metrics: Mapping[str, float]) -> dict[str, str]:
         "tokens_per_second": lambda value: f"{value:,.0f} tok/s",
     }
     return {key: show(metrics[key]) for key, show in formats.items() if key in metrics}
-
-
-def _smooth(average: float | None, value: float | None) -> float | None:
-    if average is None or value is None:
-        return value if average is None else average
-    return average + SMOOTHING * (value - average)
 
 
 def _duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from fovea.types import Episode, Metrics, SampledTurn
-from fovea_gym.types import Message, Turn
+from fovea_gym.types import Message
 
 NUMBERED_TURNS = 9
 """Number of turns with separate metrics; later turns share those of `10+`, so that the number of names is limited."""
@@ -21,15 +21,17 @@ def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
     """Metrics of the turns in a step's episodes, some of which have several turns."""
     numbers = [len(episode.turns) for episode in episodes]
     replies = [turn for episode in episodes for turn in episode.turns[1:]]
+    messages = [message for turn in replies for message in turn.messages]
+    unread = [message.failed for message in messages if message.role != "tool"]
     return {
         "turns/mean": _mean(numbers),
         "turns/max": float(max(numbers)),
         "turns/limit_frac": _mean([episode.end == "max_turns" for episode in episodes]),
         "turns/token_limit_frac": _mean([episode.end == "max_tokens" for episode in episodes]),
         "seconds/reply_max": max(turn.seconds for turn in replies),
-        **_of_environment(replies),
+        **({"turns/unread_frac": _mean(unread)} if unread else {}),
         **_by_number(episodes),
-        **_of_tools([message for turn in replies for message in turn.messages], len(episodes)),
+        **_of_tools(messages, len(episodes)),
     }
 
 
@@ -46,12 +48,6 @@ def _by_number(episodes: Sequence[Episode]) -> Metrics:
             if episode.score.turns:
                 values[f"turns/{name}/reward"].append(episode.score.turns[number - 1])
     return {key: _mean(of_key) for key, of_key in (values | entropies).items() if of_key}
-
-
-def _of_environment(replies: Sequence[Turn]) -> Metrics:
-    """Share of an environment's replies that report an unreadable answer; no metric without replies."""
-    messages = [message for turn in replies for message in turn.messages if message.role != "tool"]
-    return {"turns/unread_frac": _mean([message.failed for message in messages])} if messages else {}
 
 
 def _of_tools(messages: Sequence[Message], num_episodes: int) -> Metrics:

@@ -101,7 +101,13 @@ def merge_adapter(network: PreTrainedModel, folder: Path) -> None:
     """Merge an adapter into its base, in place; ModelError if its tensors or layers do not match the base."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ModelError(f"{folder} has no {ADAPTER_WEIGHTS}, and other formats can run code; export it again")
-    _check_merges(folder)
+    config = _config(folder)
+    # peft imports modules that some config keys name
+    if key := _first_other_than(WITHOUT_EFFECT | MERGED, config):
+        raise ModelError(
+            f"{folder}/{ADAPTER_CONFIG}: {key}={config[key]} is a variant of LoRA that Fovea does not merge; merge the "
+            "adapter into its base with peft (merge_and_unload), and name the result"
+        )
     saved = _tensors(folder, [name for name, module in network.named_modules() if hasattr(module, "weight")])
     try:
         adapted: Any = PeftModel(network, LoraConfig.from_pretrained(str(folder)))
@@ -121,16 +127,6 @@ def merge_adapter(network: PreTrainedModel, folder: Path) -> None:
     # in place, so that the network keeps its class and its names
     merged = adapted.merge_and_unload()
     assert merged is network, "peft merged the adapter into another network"
-
-
-def _check_merges(folder: Path) -> None:
-    """ModelError for an adapter that is more than LoRA weights: peft imports modules that some config keys name."""
-    config = _config(folder)
-    if key := _first_other_than(WITHOUT_EFFECT | MERGED, config):
-        raise ModelError(
-            f"{folder}/{ADAPTER_CONFIG}: {key}={config[key]} is a variant of LoRA that Fovea does not merge; merge the "
-            "adapter into its base with peft (merge_and_unload), and name the result"
-        )
 
 
 def _first_other_than(known: Collection[str], config: Mapping[str, Any]) -> str | None:

@@ -46,15 +46,13 @@ def damaged_model(path: str, *others: type[Exception]) -> Iterator[None]:
         raise
     except (*UNREADABLE, *others) as error:
         first_line = str(error).strip().split("\n")[0].rstrip(".")
-        fix = WHOLE_MODEL if Path(path).is_dir() else _as_hub_id(path)
+        fix = WHOLE_MODEL
+        if not Path(path).is_dir():
+            fix = (
+                f"there is no folder {path} in {Path.cwd()}, so it is read as the id of a model on the hub; correct "
+                "it, or download that model again if its files are damaged"
+            )
         raise ModelError(f"model.path={path}: {first_line}; {fix}") from error
-
-
-def _as_hub_id(path: str) -> str:
-    return (
-        f"there is no folder {path} in {Path.cwd()}, so it is read as the id of a model on the hub; correct it, or "
-        "download that model again if its files are damaged"
-    )
 
 
 def check_place(path: str, revision: str | None) -> None:

@@ -77,7 +77,10 @@ def load_processor(settings: Model) -> Processor:
         template = _chat_template(path, options["revision"], tokenizer.chat_template)
         # a template that jinja cannot parse must fail here, and not at the first row
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template=template, tokenize=False)
-        generation = _generation_config(path, options["revision"], config)
+        if given := optional_json(path, "generation_config.json", options["revision"]):
+            generation = GenerationConfig.from_dict(dict(given))
+        else:
+            generation = GenerationConfig.from_model_config(config)
     _check_template_kwargs(template, settings.chat_template_kwargs, path)
     processor = make_processor(config, generation, tokenizer, image_processor, template, path)
     return replace(processor, template_kwargs=settings.chat_template_kwargs)
@@ -201,12 +204,6 @@ def _banned_ids(
     banned = special.union(beyond, suppressed).difference(sampled_ids)
     # a tokenizer may have more tokens than the network: ids without a logit need no ban
     return tuple(sorted(index for index in banned if index < vocab_size))
-
-
-def _generation_config(path: str, revision: str, config: Any) -> GenerationConfig:
-    """Generation config from generation_config.json, else derived from the model's config by transformers."""
-    settings = optional_json(path, "generation_config.json", revision)
-    return GenerationConfig.from_dict(dict(settings)) if settings else GenerationConfig.from_model_config(config)
 
 
 def _chat_template(path: str, revision: str, of_tokenizer: str | None) -> str:

@@ -41,10 +41,7 @@ CUDA. The scores of plain attention formulas are not kept: they are larger than 
 
 
 def recompute_activations(network: PreTrainedModel, how: Recompute) -> None:
-    """Set gradient checkpointing of every decoder layer and trained vision block, for the fast path.
-
-    Call `trainable.choose_trainable` first.
-    """
+    """Set gradient checkpointing for the fast path; call it after `trainable.choose_trainable`."""
     if how == "none":
         return
     recompute_plainly(network, how)

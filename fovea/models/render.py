@@ -114,7 +114,10 @@ class Renderer:
         text, ids_U, expected = self._read(given, (), after)
         if self._marks_of(ids_U) != expected and any(each.role == "tool" for each in given):
             # the template has joined characters of several texts into a special token
-            given = [_with_escapes(each, self._starts) if each.role == "tool" else each for each in given]
+            given = [
+                replace(each, parts=tuple(_escaped(each.parts, self._starts))) if each.role == "tool" else each
+                for each in given
+            ]
             text, ids_U, expected = self._read(given, (), after)
         if self._marks_of(ids_U) != expected:
             raise DataError(
@@ -354,10 +357,6 @@ def _plain_tool(tool: ToolSpec, escapes: Mapping[int, str]) -> dict[str, Any]:
     """Fields of a tool, without special tokens in its texts; schema keywords stay, since templates test for them."""
     named = {"name": _stand_in_text(tool.name), "description": _stand_in_text(tool.description)}
     return {**named, "parameters": _escaped(tool.parameters, escapes)}
-
-
-def _with_escapes(message: Message, escapes: Mapping[int, str]) -> Message:
-    return replace(message, parts=tuple(_escaped(message.parts, escapes)))
 
 
 def _escaped(value: Any, escapes: Mapping[int, str]) -> Any:

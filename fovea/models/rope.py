@@ -37,10 +37,7 @@ class Rope:
 
 
 def halves_of_pairs(x_NC: Tensor, head_dim: int, rotated: int) -> Tensor:
-    """Heads [N, C] in the half-rotated layout, from heads whose first `rotated` channels are neighbouring pairs.
-
-    Attention scores do not change if queries and keys are both converted.
-    """
+    """Heads in the half-rotated layout [N, C], from heads whose first `rotated` channels are neighbouring pairs."""
     x_NXD = x_NC.unflatten(-1, (-1, head_dim))
     pairs, rest = x_NXD[..., :rotated].unflatten(-1, (-1, 2)), x_NXD[..., rotated:]
     return torch.cat([pairs[..., 0], pairs[..., 1], rest], dim=-1).flatten(1)

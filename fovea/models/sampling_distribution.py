@@ -22,10 +22,7 @@ from fovea.errors import TrainError
 
 
 def sampling_logprobs_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Tensor) -> Tensor:
-    """Log-probs [B, W] at `temperature`, one number or [B, 1], with -inf at banned ids.
-
-    The float32 logits are overwritten by the scaled and masked ones.
-    """
+    """Log-probs [B, W] at `temperature` (a number or [B, 1]), -inf at banned ids; overwrites the float32 logits."""
     assert logits_BW.dtype == torch.float32, f"log-probs of logits in {logits_BW.dtype}"
     if isinstance(temperature, Tensor) or temperature != 1:
         logits_BW /= temperature
@@ -61,10 +58,7 @@ def sampling_weights_(logits_BW: Tensor, temperature: float | Tensor, banned_K: 
 
 
 def banned_mass(banned_logits_BK: Tensor, logsumexp_B: Tensor) -> Tensor:
-    """Probability [B] that a softmax over the whole vocabulary gives to the banned ids together.
-
-    `logsumexp_B` is the log-sum-exp of the logits of all ids that are not banned.
-    """
+    """Probability [B] of all banned ids under a softmax over the vocabulary; `logsumexp_B` is that of the other ids."""
     return torch.sigmoid(banned_logits_BK.logsumexp(dim=-1) - logsumexp_B)
 
 

@@ -264,7 +264,13 @@ def tiny_config(settings: TinyModel) -> Any:
 
 def _network_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTokenizerFast) -> Any:
     config_class = _transformers_class(settings.family, "Config")
-    token_ids: dict[str, Any] = _token_ids(tokenizer)
+    marks = {
+        "image_token_id": IMAGE_PAD,
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    token_ids: dict[str, Any] = {key: token_id(tokenizer, mark) for key, mark in marks.items()}
     return config_class(
         text_config=_text_config(settings, fixed, tokenizer),
         vision_config=_vision_config(settings, fixed),
@@ -281,16 +287,6 @@ def _transformers_class(family: str, end: str) -> Any:
             "transformers, or choose another family"
         )
     return getattr(transformers, name)
-
-
-def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    names = {
-        "image_token_id": IMAGE_PAD,
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-    }
-    return {key: token_id(tokenizer, token) for key, token in names.items()}
 
 
 def _text_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

@@ -86,10 +86,7 @@ class Packing:
 
 
 class SharedArguments(tuple[Any, ...]):
-    """Arguments of a call on several workers, encoded once for the messages to all of them.
-
-    The arguments must not change between the first message and the last.
-    """
+    """Arguments of a call on several workers, encoded once for all messages; they must not change meanwhile."""
 
     @cached_property
     def encoded(self) -> _Encoded:

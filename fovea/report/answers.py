@@ -34,16 +34,14 @@ def marks_in(text: str, image: RecordedImage | None, place: int) -> tuple[Mark, 
     """
     if image is None or image.frame is None:
         return ()
-    found = list(islice(MARK.finditer(text), MAX_MARKS))
-    return tuple(_mark(match, text, image.frame, place) for match in found)
-
-
-def _mark(match: re.Match[str], text: str, frame: tuple[int, int], place: int) -> Mark:
-    width, height = frame
-    return Mark(
-        image=place,
-        xy=tuple(number / (height if axis % 2 else width) for axis, number in enumerate(numbers_of(match))),
-        label=_label(text, match),
+    width, height = image.frame
+    return tuple(
+        Mark(
+            image=place,
+            xy=tuple(number / (height if axis % 2 else width) for axis, number in enumerate(numbers_of(match))),
+            label=_label(text, match),
+        )
+        for match in islice(MARK.finditer(text), MAX_MARKS)
     )
 
 

@@ -51,12 +51,9 @@ def add_answers(data: PageData, number: int, evaluation: str, results: EvalResul
     # all targets have the same rows: the pictures are stored once, under the first target
     data.images.update({f"0/{name_of(png)}": png for of_row in pictures.values() for png in of_row})
     for place, target in enumerate(results.targets):
-        found = [row_json(_with_first_answer(row, target), names.get(row.id, ())) for row in rows]
+        firsts = [AnsweredRow(**asdict(row), answers=target.greedy[row.id].answers[:1]) for row in rows]
+        found = [row_json(row, names.get(row.id, ())) for row in firsts]
         data.add(f"answers/{place}/{number}", {"name": evaluation, "rows": found})
-
-
-def _with_first_answer(row: TaskRow, target: TargetAnswers) -> AnsweredRow:
-    return AnsweredRow(**asdict(row), answers=target.greedy[row.id].answers[:1])
 
 
 def write_targets(

@@ -72,7 +72,8 @@ def write_page(file: Path, data: PageData) -> None:
         "base-uri 'none'; form-action 'none'"
     )
     blocks = [
-        *(_block("application/json", f"data/{path}", _without_tags(value)) for path, value in data.values.items()),
+        # a browser could take a "<" in the JSON for the start of a tag
+        *(_block("application/json", f"data/{path}", x.replace("<", "\\u003c")) for path, x in data.values.items()),
         *(_block("text/plain", f"images/{name}", base64.b64encode(png).decode()) for name, png in data.images.items()),
     ]
     page = (
@@ -89,11 +90,6 @@ def write_page(file: Path, data: PageData) -> None:
 
 def _block(media_type: str, name: str, text: str) -> str:
     return f'<script type="{media_type}" id="{name}">{text}</script>'
-
-
-def _without_tags(text: str) -> str:
-    """Escape every "<" of ASCII JSON, so that a browser cannot take it for the start of a tag."""
-    return text.replace("<", "\\u003c")
 
 
 def _hash(text: str) -> str:
@@ -162,7 +158,9 @@ def _add_steps(data: PageData, place: int, run: ViewedRun, steps: Sequence[int],
     kept = list[int]()
     for step in _coarse_to_fine(_evenly(steps, MAX_STEPS)):
         try:
-            records = tuple(map(_fewer_answers, run.records(step)[:MAX_GROUPS]))
+            records = tuple(
+                replace(each, answers=each.answers[:MAX_ANSWERS]) for each in run.records(step)[:MAX_GROUPS]
+            )
         except (FileNotFoundError, DataError):
             continue  # `fovea view` reports the error when this step is opened
         value = json.dumps(step_json(step, records), allow_nan=False)
@@ -184,10 +182,6 @@ def _evenly(steps: Sequence[int], number: int) -> list[int]:
 def _coarse_to_fine(steps: Sequence[int]) -> list[int]:
     """Reorder the steps so that every prefix of the list is spread over the whole run; the last step comes first."""
     return list(dict.fromkeys([*steps[-1:], *(step for stride in (32, 16, 8, 4, 2, 1) for step in steps[::stride])]))
-
-
-def _fewer_answers(record: AnsweredRow) -> AnsweredRow:
-    return replace(record, answers=record.answers[:MAX_ANSWERS])
 
 
 def _images_of(records: Sequence[AnsweredRow]) -> Iterator[str]:

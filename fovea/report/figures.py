@@ -100,9 +100,10 @@ def run_summary(summary: SummaryJson | None, curves: Curves) -> RunSummary:
         duplicates_text(summary["duplicates_across_splits"], summary["duplicates_searched_frac"]),
     )
     held_out = [accuracy_table(summary), *reward_tables(summary)]
+    accuracies = {stage: value for stage in STAGES if (value := accuracy_at(summary, stage))}
     return RunSummary(
         line=f"{summary['steps']:,} RL steps, seed {summary['seed']}; {warmup}{total}",
-        headline=_accuracy_headline(summary),
+        headline=tuple(_accuracy_stat(_label(summary, stage), value) for stage, value in accuracies.items()),
         tables=(*held_out, *time),
         notes=tuple(filter(None, notes)),
         machine=machine,
@@ -178,11 +179,6 @@ def _accuracy_stat(label: str, value: Estimate) -> Stat:
     return Stat(
         label=label, value=f"{percent(value.mean)} %", note=f"95 % interval {format_interval((value.low, value.high))}"
     )
-
-
-def _accuracy_headline(summary: SummaryJson) -> tuple[Stat, ...]:
-    stages = {stage: value for stage in STAGES if (value := accuracy_at(summary, stage))}
-    return tuple(_accuracy_stat(_label(summary, stage), value) for stage, value in stages.items())
 
 
 def _label(summary: SummaryJson, stage: Stage) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
@@ -24,13 +23,6 @@ from fovea.report.held_out import answers_json, evaluations
 from fovea.report.published import with_published
 from fovea.report.samples import read_step
 from fovea.report.summary import SummaryJson, read_summary
-
-
-def run_findings(
-    columns: Mapping[str, Column], settings: Mapping[str, Any], summary: SummaryJson | None
-) -> list[Finding]:
-    """The findings about a run; `summary` is None until the run has finished."""
-    return find({**columns, **(_image_ablation(summary) if summary else {})}, settings)
 
 
 def _image_ablation(summary: SummaryJson) -> dict[str, Column]:
@@ -76,6 +68,7 @@ class ViewedRun:
 
     def facts(self) -> dict[str, Any]:
         """The run's name, progress, hints and findings, names of metrics and evaluations, and size of the index."""
+        file = self.folder / METRICS_FILE
         with self._lock:
             return {
                 **self._settings(),
@@ -84,7 +77,7 @@ class ViewedRun:
                 "step": self._curves.last_step,
                 "share_read": self._curves.share_read,
                 "finished": (self.folder / SUMMARY_FILE).exists(),
-                "seconds_since_step": self._seconds_since_step(),
+                "seconds_since_step": max(0.0, time.time() - file.stat().st_mtime) if file.exists() else None,
                 "metrics": self._curves.names,
                 "repeats": self._curves.repeats(),
                 "rounding": self._curves.rounding(),
@@ -152,7 +145,9 @@ class ViewedRun:
             return []  # the newest steps have not been read yet
         key = (self._curves.last_step, self._config, (self.folder / SUMMARY_FILE).exists())
         if key != self._found[0]:  # cached: an open page asks every two seconds
-            self._found = key, run_findings(self._curves.columns, self._yaml, self._summary())
+            summary = self._summary()
+            columns = {**self._curves.columns, **(_image_ablation(summary) if summary else {})}
+            self._found = key, find(columns, self._yaml)
         return self._found[1]
 
     def _settings(self) -> dict[str, Any]:
@@ -165,7 +160,3 @@ class ViewedRun:
             self._pairs = settings_pairs(settings)
             self._config = config
         return self._head
-
-    def _seconds_since_step(self) -> float | None:
-        path = self.folder / METRICS_FILE
-        return max(0.0, time.time() - path.stat().st_mtime) if path.exists() else None

@@ -84,10 +84,7 @@ def check_arguments(
 
 
 def check_known(argument: str, known: Collection[str], *, where: str, engine: str, listed: str) -> None:
-    """Raise ConfigError for an argument that the engine does not have.
-
-    `where` names the place of the argument, and `listed` the class that documents all arguments.
-    """
+    """Raise ConfigError for an argument at `where` that the engine lacks; the class `listed` documents them."""
     if argument not in known:
         near = difflib.get_close_matches(argument, known, n=2, cutoff=0.6)
         meant = f"; did you mean {' or '.join(near)}?" if near else f"; {listed} lists them all"
@@ -141,10 +138,7 @@ def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape], *, en
 
 
 def checkpoint_shapes(model: str, revision: str | None, *, is_tied: bool) -> dict[str, Shape]:
-    """Names and shapes of the weights in a model folder, or of a downloaded Hub model, as an engine loads them.
-
-    With `is_tied`, the head is left out: vLLM and SGLang use the embedding in its place.
-    """
+    """Names and shapes of the weights in a model folder as an engine loads them, without the head if `is_tied`."""
     folder = Path(model)
     if not folder.is_dir():
         folder = Path(snapshot_download(model, revision=revision, local_files_only=True))

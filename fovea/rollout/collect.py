@@ -233,10 +233,12 @@ class EngineSpeaker:
             [ids for each in spoken for ids in (each.observation.token_ids_L, each.completion.token_ids_T)]
         )
         assert np.array_equal(prompt.token_ids_L[: len(kept_L)], kept_L), f"{where} changes the ids of earlier turns"
+        # the last part of a completion's id is its number in the group, whose completions get different seeds
+        seed = request_seed(before.sampling.seed, int(last.id.rpartition("/")[2]), 1)
         return Request(
             id=f"{last.id}/turn{number}",
             prompt=prompt,
-            sampling=replace(before.sampling, seed=_next_seed(before.sampling.seed, last.id)),
+            sampling=replace(before.sampling, seed=seed),
             keep=number < self._most_turns,
             continues=last.id,
         )
@@ -260,12 +262,6 @@ def session_seed(request: Request, number: int) -> int:
     """Seed of the session that continues completion `number` of an episode's first request."""
     # the 2 makes it different from the seed of the next turn
     return request_seed(request.sampling.seed, number, 2)
-
-
-def _next_seed(seed: int, completion_id: str) -> int:
-    """Seed of the next turn, different for each completion of a group."""
-    # the last part of a completion's id is its number in the group
-    return request_seed(seed, int(completion_id.rpartition("/")[2]), 1)
 
 
 def _turn(

@@ -170,12 +170,9 @@ MAX_ADDRESSES = 16
 MAX_BYTES = 48 << 20
 """Maximum size of all images by address in one request; as base64, they are as large as the largest request."""
 MAX_MEGAPIXELS = 64.0
-DATA_ONLY = b"send images as data: URLs; this server opens no addresses or files"
-IMAGES_ONLY = b"send images as image_url, with a data:, http:// or https:// URL; this server opens no other addresses"
-TOO_MANY = b"the request has more than %d images by address" % MAX_ADDRESSES
+
 # one text for all failures, so that it does not reveal what exists at an address
 UNREADABLE = b"an image could not be read at its address; send it as a data: URL"
-TOO_LONG = b"the images by address have more than %d bytes in all" % MAX_BYTES
 
 
 async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
@@ -188,11 +185,14 @@ async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
     if not found:
         return
     if limits is None:
-        raise RefusedError(BAD_REQUEST, DATA_ONLY)
+        raise RefusedError(BAD_REQUEST, b"send images as data: URLs; this server opens no addresses or files")
     if not all(is_image for _, _, is_image in found):
-        raise RefusedError(BAD_REQUEST, IMAGES_ONLY)
+        reason = (
+            b"send images as image_url, with a data:, http:// or https:// URL; this server opens no other addresses"
+        )
+        raise RefusedError(BAD_REQUEST, reason)
     if len(found) > MAX_ADDRESSES:
-        raise RefusedError(BAD_REQUEST, TOO_MANY)
+        raise RefusedError(BAD_REQUEST, b"the request has more than %d images by address" % MAX_ADDRESSES)
     opener, num_bytes = ImageOpener(max_image_mib=limits.max_image_mib, max_image_megapixels=MAX_MEGAPIXELS), 0
     for holder, key, _ in found:
         try:
@@ -203,15 +203,12 @@ async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
             raise RefusedError(BAD_REQUEST, UNREADABLE) from error
         num_bytes += len(content)
         if num_bytes > MAX_BYTES:
-            raise RefusedError(BAD_REQUEST, TOO_LONG)
+            raise RefusedError(BAD_REQUEST, b"the images by address have more than %d bytes in all" % MAX_BYTES)
         holder[key] = f"data:image/*;base64,{base64.b64encode(content).decode()}"
 
 
 def _addresses(messages: Any) -> Iterator[tuple[dict[str, Any], str, bool]]:
-    """Find the places in messages that hold the address of a file instead of its data.
-
-    Yields the dictionary, its key, and True if it is the address of an image.
-    """
+    """Find file addresses in messages: the dictionary, its key, and True for the address of an image."""
     left = [("", messages)]
     while left:
         name, part = left.pop()
@@ -229,15 +226,18 @@ KEY_FILE = "server-key"
 
 
 def made_key(folder: Path) -> str:
-    """The admin key of the servers that share a folder of weight syncs; the first process to ask for it creates it.
-
-    Raises ConfigError if other users may read it.
-    """
+    """The admin key of the servers that share a folder, created on first use; ConfigError if others may read it."""
     file = folder / KEY_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not file.exists():
-            _write_once(file)
+            # under another name until it is complete; a key that exists by then is kept
+            with TemporaryDirectory(dir=folder) as scratch:
+                new = Path(scratch) / KEY_FILE
+                new.touch(mode=0o600)
+                new.write_text(secrets.token_hex(16))
+                with suppress(FileExistsError):
+                    file.hardlink_to(new)
         status = file.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise ConfigError(
@@ -246,13 +246,3 @@ def made_key(folder: Path) -> str:
         return file.read_text().strip()
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; the user who trains and serves must own it") from error
-
-
-def _write_once(file: Path) -> None:
-    """Write a new key atomically, readable only by this user; a file that exists by then is kept."""
-    with TemporaryDirectory(dir=file.parent) as folder:
-        new = Path(folder) / file.name
-        new.touch(mode=0o600)
-        new.write_text(secrets.token_hex(16))
-        with suppress(FileExistsError):
-            file.hardlink_to(new)

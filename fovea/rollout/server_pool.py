@@ -111,10 +111,7 @@ class ServerPool:
         )
 
     async def on_all(self, call: Callable[[JsonServer], Awaitable[None]]) -> None:
-        """Call every server that is ready; a server that is lost meanwhile is prepared again before it returns.
-
-        Raises TakenError if another run has taken over a server.
-        """
+        """Call every ready server; one lost meanwhile is prepared again first. TakenError if another run took one."""
         self._check_not_taken()
         await gather_or_cancel(self._call(member, call) for member in self.members if member.is_ready)
 

@@ -64,10 +64,7 @@ class RolloutsAhead:
         return rollout
 
     async def trained(self, version: int) -> Metrics:
-        """Send the policy's new version to the engines if no rollout is ahead, as at a barrier.
-
-        Returns the metrics of the step's weight syncs, and the time that the engines idled.
-        """
+        """Send new weights to the engines if no rollout is ahead; returns metrics of the step's syncs and idle time."""
         if not self._ahead or not self.has_more(version):
             await self._sync(version)
         began, in_use = self._step_began

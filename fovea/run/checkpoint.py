@@ -257,10 +257,7 @@ class Checkpoints:
         return found
 
     def resume_from(self, folder: Path) -> SavedCheckpoint:
-        """The checkpoint in a folder, of this or of another run, to resume from; DamagedCheckpointError if damaged.
-
-        Later checkpoints of this run are renamed `step-N.later`.
-        """
+        """The checkpoint in a folder, to resume from, or DamagedCheckpointError; later ones of this run are renamed."""
         self._clear_remains()
         found = read_checkpoint(folder)
         if folder.resolve().parent == self._root.resolve():

@@ -86,23 +86,16 @@ async def read_parity(run: Run, version: int) -> ParityResult:
     )
     sessions = SessionLog()
     groups = await _draw(run, prompts, version, as_for_update=True, sessions=sessions)
-    _say_failures(run, sessions)
+    if failures := sessions.failures:
+        named = "; ".join(map(str, failures[:MAX_NAMED]))
+        text = f"{len(failures)} of {sessions.num_episodes} sessions of the parity gate failed: {named}"
+        if len(failures) == sessions.num_episodes:
+            raise SessionError(f"{text}; correct the environment")
+        run.progress.warn(text)
     result, sound = await _beside_faults(run, groups)
     run.taken_sync.prompts = prompts[:SYNC_PROMPTS]
     run.taken_sync.remember(version, groups[:SYNC_PROMPTS], sound[:SYNC_PROMPTS])
     return result
-
-
-def _say_failures(run: Run, sessions: SessionLog) -> None:
-    """Print how many sessions of the gate failed, and why; SessionError if all failed."""
-    failures = sessions.failures
-    if not failures:
-        return
-    named = "; ".join(map(str, failures[:MAX_NAMED]))
-    text = f"{len(failures)} of {sessions.num_episodes} sessions of the parity gate failed: {named}"
-    if len(failures) == sessions.num_episodes:
-        raise SessionError(f"{text}; correct the environment")
-    run.progress.warn(text)
 
 
 async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[ParityResult, Sequence[Array]]:
@@ -120,10 +113,7 @@ async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[Parit
 
 
 async def read_synced_parity(run: Run, version: int) -> ParityResult:
-    """Compare log-probs of a few completions after a weight sync, also with those of the weights before it.
-
-    The weights before it are compared on the tokens that the engine sampled both times.
-    """
+    """Compare log-probs after a weight sync, also with those before it on the tokens that were sampled both times."""
     groups = await _draw(run, run.taken_sync.prompts, version, as_for_update=False)
     sound = await _score(run, groups)
     stale = run.taken_sync.beside(groups, sound)

@@ -235,7 +235,9 @@ class TakenSync:
         after = zip(_by_sample(groups, engine), _by_sample(groups, sound), strict=True)
         columns = list[Columns]()
         for (before_A, stale_A), ((ids_A, engine_A), (_, sound_A)) in zip(self._tokens, after, strict=True):
-            same = _num_equal(before_A, ids_A)
+            # length of the common prefix of the two lists of token ids
+            length = min(len(before_A), len(ids_A))
+            same = int(np.argmin([*(before_A[:length] == ids_A[:length]), False]))
             columns += [(engine_A[:same], sound_A[:same], stale_A[:same])] if same else []
         return columns
 
@@ -251,9 +253,3 @@ def _by_sample(groups: Sequence[SampleGroup], values: Sequence[Array]) -> Iterat
         ends = np.cumsum([sample.num_actions for sample in group.samples])
         for sample, of_sample_A in zip(group.samples, np.split(values_A, ends[:-1]), strict=True):
             yield sample.token_ids_T[sample.mask_T], of_sample_A
-
-
-def _num_equal(a_A: NDArray[np.int64], b_A: NDArray[np.int64]) -> int:
-    """Length of the common prefix of two lists of token ids."""
-    length = min(len(a_A), len(b_A))
-    return int(np.argmin([*(a_A[:length] == b_A[:length]), False]))

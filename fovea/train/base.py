@@ -87,10 +87,7 @@ class Policy(Protocol):
         ...
 
     async def snapshot_reference(self) -> None:
-        """Make the current weights the start of RL: copy them to the KL reference, the master weights and the critic.
-
-        Called once, after the warm-up.
-        """
+        """Make the weights the start of RL, after the warm-up: copy them to KL reference, master weights and critic."""
         ...
 
     async def save(self, folder: Path) -> None:
@@ -101,10 +98,7 @@ class Policy(Protocol):
         ...
 
     async def finish_save(self) -> None:
-        """Wait until everything that `save` began to write is on disk; OSError if it could not be written.
-
-        Other calls may be made meanwhile, but no second `save`.
-        """
+        """Wait until what `save` began is on disk, or raise OSError; other calls but `save` may be made meanwhile."""
         ...
 
     async def load(self, folder: Path) -> None:
@@ -112,10 +106,7 @@ class Policy(Protocol):
         ...
 
     async def limit_microbatches(self, max_tokens: int) -> None:
-        """Start with micro-batches of at most `max_tokens`, and free the memory that the engine keeps between rollouts.
-
-        For a run that is resumed after it ran out of memory.
-        """
+        """Start with micro-batches of at most `max_tokens` and no kept engine memory, after memory ran out."""
         ...
 
     async def export(self, folder: Path) -> None:

@@ -230,10 +230,7 @@ def cost_of(vlm: PolicyNetwork) -> Cost:
 def in_batch_order(
     scored: Iterable[tuple[MicroBatch, Tensor]], groups: Sequence[SampleGroup], ranks: Ranks
 ) -> list[NDArray[np.float32]]:
-    """Scatter per-action values [A] of micro-batches into one array [T] per sample, in the order of the batch.
-
-    Includes the micro-batches of all ranks. Tokens that are not actions get 0.
-    """
+    """Scatter the actions' values [A] of all ranks into one array [T] per sample, in batch order, 0 elsewhere."""
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.token_ids_T) for sample in samples]
     ends = list(accumulate(lengths))

@@ -53,10 +53,7 @@ class MicroBatch:
 def micro_batches(
     family: ModelFamily, rows: Sequence[RowSlices], like: Sample, device: torch.device
 ) -> list[MicroBatch]:
-    """One micro-batch for each row.
-
-    `like` is any sample of the batch: a row without samples (a dummy) gets the same optional fields.
-    """
+    """One micro-batch for each row; a row without samples (a dummy) gets the optional fields of the sample `like`."""
     return [_pack(family, row, like, device) for row in rows]
 
 

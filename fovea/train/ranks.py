@@ -88,7 +88,7 @@ class Ranks:
 
     def run_on_first(self, action: Callable[[], None]) -> None:
         """Run an action on the first rank while the others wait; if it fails, all ranks raise."""
-        self.run_on_each(action if self.is_first else _nothing)
+        self.run_on_each(action if self.is_first else lambda: None)
 
     def run_on_each(self, action: Callable[[], None]) -> None:
         """Run an action that may fail on some ranks; if one fails, all ranks raise instead of waiting forever."""
@@ -127,10 +127,6 @@ def check_replicas(replicas: int, num_ranks: int) -> None:
 
 ALONE = Ranks()
 """The only rank of a single process."""
-
-
-def _nothing() -> None:
-    """Do nothing: the action of a rank that waits for the first one."""
 
 
 def _mesh(device: str, ranks: Tensor, names: tuple[str, ...], timeout: timedelta | None) -> DeviceMesh | None:

@@ -147,10 +147,7 @@ def pack_by_count(slices: Sequence[GroupSlice], groups_per_row: int) -> list[Row
 
 
 def balanced_bins(costs: Sequence[float], budget: float) -> list[list[int]]:
-    """Indices of costs by bin: the fewest bins with which longest-processing-time-first stays within the budget.
-
-    A cost above the budget gets a bin to itself.
-    """
+    """Indices of costs by bin: the fewest bins that fit the budget, longest first; a larger cost gets its own bin."""
     # start with the fewest bins that can hold the sum; the loop ends, at the latest, with one cost per bin
     num_rows = min(len(costs), math.ceil(sum(costs) / budget))
     while True:
@@ -161,10 +158,7 @@ def balanced_bins(costs: Sequence[float], budget: float) -> list[list[int]]:
 
 
 def _longest_first(costs: Sequence[float], num_rows: int) -> list[list[int]]:
-    """Indices of costs by row, by the longest-processing-time-first rule (Graham, SIAM J. Appl. Math. 17, 1969).
-
-    The largest row costs at most 4/3 of the optimum.
-    """
+    """Indices of costs by row, the longest first (Graham, SIAM J. Appl. Math. 17, 1969): at most 4/3 of the optimum."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     # a heap of (cost so far, row): ties go to the lower row, so every rank gets the same result
     cheapest = [(0.0, row) for row in range(num_rows)]
@@ -247,7 +241,7 @@ def align_ranks(rows_of_ranks: Sequence[Sequence[RowSlices]], dummy: GroupSlice)
     filled = [[*rows, *[[dummy]] * (longest - len(rows))] for rows in rows_of_ranks]
     if not dummy.group.images:
         return filled
-    return [[row if _has_image(row) else [*row, dummy] for row in rows] for rows in filled]
+    return [[row if any(each.group.images for each in row) else [*row, dummy] for row in rows] for rows in filled]
 
 
 def slices_of(group: SampleGroup, rows_of_ranks: Sequence[Sequence[RowSlices]]) -> list[list[RowSlices]]:
@@ -310,10 +304,6 @@ def _assign(parts: Sequence[Parts], num_bins: int) -> list[list[int]]:
         bins[chosen].append(index)
         loads_2R[:, chosen] = after_2R[:, chosen]
     return bins
-
-
-def _has_image(row: RowSlices) -> bool:
-    return any(each.group.images for each in row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,11 +83,7 @@ class StartCheck:
         if not rms <= MAX_RMS[self._vlm.dtype]:
             raise self._refusal(f"log-probs differ from those of transformers' forward by {rms:.2g} (root mean square)")
         largest = float(difference_RT.abs().max())
-        self._check_pictures(rows, ours, largest)
-        return largest
-
-    def _check_pictures(self, rows: Sequence[Row], ours: Tensor, largest: float) -> None:
-        """ModelError if another picture does not change the log-probs of a row."""
+        # another picture must change the log-probs of every row with one
         seeing = [index for index, row in enumerate(rows) if images_of(row)]
         swapped = self._scored([self._renderer.prompt([self._negative(each) for each in rows[i]]) for i in seeing])
         for index, others_T in zip(seeing, swapped, strict=True):
@@ -95,6 +91,7 @@ class StartCheck:
                 raise self._refusal(
                     "another picture does not change the log-probs: the vision tower is not loaded, or not used"
                 )
+        return largest
 
     def _made(self, row: Row) -> Mapping[str, Any]:
         pictures = [self._open_image(ref) for ref in images_of(row)]

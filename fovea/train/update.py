@@ -74,10 +74,7 @@ class PolicyAccess:
 
 
 class TrainedPolicy(ABC):
-    """One process of a policy under training; backends implement its passes, gradients, optimizers and weights.
-
-    The driver's calls (`train.base.Policy`) are methods of the same names here.
-    """
+    """One process of a policy, with the driver's calls (`train.base.Policy`); backends implement its passes."""
 
     def __init__(  # noqa: PLR0913 (the settings of a whole policy, and its place among the processes)
         self,
@@ -262,7 +259,10 @@ class TrainedPolicy(ABC):
         one_step = self._algorithm.minibatches == 1 or not batch.groups
         assert one_step or has_old_logprobs(batch), "old log-probs are missing: the second step is off-policy"
         # groups that the update leaves out need log-probs only for the comparison with the engine
-        left_out = self._logprobs_of_left_out(batch) if schedule.is_plain else None
+        left_out: list[NDArray[np.float32]] | None = None
+        if schedule.is_plain:
+            others = Batch(groups=batch.left_out)
+            left_out = self._limit.fit(lambda: self.logprobs(others), others.groups, self._cost)
         if batch.groups:
             self._make_moments()
         with self._update_mode():
@@ -289,6 +289,7 @@ class TrainedPolicy(ABC):
         """
         scored = _are_scored(batch, self._algorithm)
         before = old_logprobs(batch) if scored else []
+        num_models = 1 if self._value_model is None else 2
         for epoch in range(self._algorithm.ppo_epochs):
             minibatches = schedule.minibatches(epoch, batch.groups)
             stats.minibatches = len(minibatches)
@@ -297,7 +298,7 @@ class TrainedPolicy(ABC):
                 # a loss is a share of the whole batch's, and a step uses only one minibatch
                 passes = partial(self._gradients, groups, num_groups / len(groups))
                 done = self._limit.fit(passes, groups, self._cost)
-                stats.flops += self._flops(groups)
+                stats.flops += num_models * sum(map(self._cost.flops, groups))
                 stats.add(done.sums, done.policy_kl)
                 # before the step: the pass has measured the KL divergence of the current weights
                 too_far = stats.moved_too_far(self._algorithm.max_policy_kl)
@@ -342,17 +343,9 @@ class TrainedPolicy(ABC):
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
-    def _logprobs_of_left_out(self, batch: Batch) -> list[NDArray[np.float32]]:
-        left_out = Batch(groups=batch.left_out)
-        return self._limit.fit(lambda: self.logprobs(left_out), left_out.groups, self._cost)
-
     @property
     def _cost(self) -> Cost:
         return self._batcher.assignment.cost
-
-    def _flops(self, groups: Sequence[SampleGroup]) -> float:
-        num_models = 1 if self._value_model is None else 2
-        return num_models * sum(self._cost.flops(group) for group in groups)
 
     def _in_batch_order(self, scored: Iterable[tuple[MicroBatch, Tensor]], batch: Batch) -> list[NDArray[np.float32]]:
         return in_batch_order(scored, batch.groups, self._ranks)

@@ -119,10 +119,6 @@ def batch_mismatch(
     return whole | {key.replace("mismatch/", "mismatch_trained/"): value for key, value in trained.items()}
 
 
-def _none() -> int:
-    return 0
-
-
 class ActivationMeter:
     """Bytes of activations that are kept for the backward pass, measured on the largest pass so far.
 
@@ -130,7 +126,7 @@ class ActivationMeter:
     most of the peak, and only the inputs of the layers are counted.
     """
 
-    def __init__(self, module: nn.Module, kept_bytes: Callable[[], int] = _none) -> None:
+    def __init__(self, module: nn.Module, kept_bytes: Callable[[], int] = lambda: 0) -> None:
         """`kept_bytes` counts the bytes that are kept outside of autograd, in all passes so far."""
         self._module = module
         self._kept_bytes = kept_bytes

@@ -15,10 +15,7 @@ Record = TypeVar("Record")
 
 
 def map_tensors(make: Callable[..., Tensor], *records: Record) -> Record:
-    """Apply `make` to the tensors of these records, field by field, including nested records; returns a record.
-
-    All records have the same dataclass, whose fields are tensors or such dataclasses.
-    """
+    """Apply `make` to the tensors of records of one dataclass, field by field, including nested ones; a new record."""
     values: dict[str, Any] = {}
     for field in fields(records[0]):  # type: ignore[arg-type]  # there is no type for "a dataclass"
         parts = [getattr(record, field.name) for record in records]

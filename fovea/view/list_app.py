@@ -19,7 +19,6 @@ from fovea.report.viewed_run import PAGE_SECONDS, ViewedRun
 from fovea.view.run_list import listed_runs, run_folders
 from fovea.view.server import HEADERS, page, run_routes, secured
 
-LIST_FILE = "runs.html.j2"
 MAX_OPEN = 16
 """Maximum number of pages whose runs stay in memory."""
 _POLICY = "content-security-policy"
@@ -28,8 +27,11 @@ _POLICY = "content-security-policy"
 def make_list_app(folder: Path) -> Starlette:
     """Create the application that lists the runs of a folder."""
     templates = Environment(autoescape=True, undefined=StrictUndefined)
-    templates.filters |= {"quoted": lambda name: quote(name, safe=""), "time": _time}
-    template = templates.from_string(files("fovea.view").joinpath(LIST_FILE).read_text(encoding="utf-8"))
+    templates.filters |= {
+        "quoted": lambda name: quote(name, safe=""),
+        "time": lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)),
+    }
+    template = templates.from_string(files("fovea.view").joinpath("runs.html.j2").read_text(encoding="utf-8"))
 
     def runs(_request: Request) -> Response:
         text = template.render(folder=str(folder), runs=listed_runs(folder))
@@ -48,10 +50,6 @@ def make_list_app(folder: Path) -> Starlette:
             Route("/{name}", lambda request: page(request.path_params["name"])),
         ]
     )
-
-
-def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 class _Pages:

@@ -193,10 +193,7 @@ class TimedHeaders(H11Protocol):
 
 
 def serve(app: ASGIApp, port: int, say: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C and pass its address to `say`. Port 0 stands for any free port.
-
-    Raises ConfigError if the port is taken.
-    """
+    """Serve the page until Ctrl-C, on a free port if 0, and `say` its address; ConfigError if the port is taken."""
     # IPPROTO_TCP lets asyncio turn off Nagle's algorithm, with which most responses would wait 40 ms for an ACK
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     with listener:

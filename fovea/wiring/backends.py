@@ -44,24 +44,17 @@ def open_backends(config: Config, model: Model, processor: Processor) -> Backend
     """Load the model in the processes that the settings and torchrun define."""
     if config.cluster.num_ray_workers:
         return _on_ray(config, model)
-    return _on_torchrun(config, model) if num_processes() > 1 else _alone(config, model, processor)
-
-
-def _alone(config: Config, model: Model, processor: Processor) -> Backends:
-    """Make policy and engine in this process, with shared tensors if the engine needs no copy."""
+    if num_processes() > 1:
+        # the first worker is in this process, which is also the driver
+        setup = Setup(config=config, model=model, placement=placement_of(config, num_processes()))
+        cluster = config.cluster
+        handles = connect_workers(join(cluster.collective_timeout_seconds), setup, cluster.heartbeat_timeout_seconds)
+        return _backends_of([LocalHandle(worker_of(setup)), *handles], setup.placement)
     placement_of(config, num_workers=1)
     worker = make_worker(config, model, processor, Role.alone())
     assert worker.policy is not None
     assert worker.engine is not None
     return Backends(cast(Policy, worker.policy), worker.engine, worker.weight_sync, worker.kernel_notes)
-
-
-def _on_torchrun(config: Config, model: Model) -> Backends:
-    """Make the first worker in this process, which is also the driver, and connect to the other processes."""
-    setup = Setup(config=config, model=model, placement=placement_of(config, num_processes()))
-    cluster = config.cluster
-    handles = connect_workers(join(cluster.collective_timeout_seconds), setup, cluster.heartbeat_timeout_seconds)
-    return _backends_of([LocalHandle(worker_of(setup)), *handles], setup.placement)
 
 
 def _on_ray(config: Config, model: Model) -> Backends:

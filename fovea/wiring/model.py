@@ -118,15 +118,12 @@ def open_vlm(config: Config, settings: Model, banned_ids: Sequence[int], ranks: 
 
 def make_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]) -> PolicyNetwork:
     """Wrap a network for the policy, on its device, with the frozen parts and adapters of the config."""
-    device = pick_device(config.model.device)
-    choose_trainable(network, config.model, config.seed)
-    fast = config.model.fast_path == "auto" and family_of_network(network).fast_path is not None
-    vlm = _fast_vlm(config, network, banned_ids, device) if fast else _plain_vlm(config, network, banned_ids)
-    return vlm.to(device)
-
-
-def _fast_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int], device: torch.device) -> VLM:
-    settings = config.model
+    settings, device = config.model, pick_device(config.model.device)
+    choose_trainable(network, settings, config.seed)
+    if settings.fast_path != "auto" or family_of_network(network).fast_path is None:
+        _check_plain(config)
+        recompute_plainly(network, config.train.gradient_checkpointing)
+        return PlainVLM(network, banned_ids, make_value_head(config, network)).to(device)
     text_config = config_of(network).get_text_config()
     runs = runs_liger(config, device) and liger_refusal(config, text_config, device, network.dtype) is None
     recompute_activations(network, config.train.gradient_checkpointing)
@@ -135,16 +132,10 @@ def _fast_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int
         network,
         banned_ids,
         attention=settings.attention,
-        feature_cache=None if settings.trains_vision else FeatureCache(config.model.feature_cache_gib * 2**30),
+        feature_cache=None if settings.trains_vision else FeatureCache(settings.feature_cache_gib * 2**30),
         kernels=liger_kernels(device) if runs else TORCH_KERNELS,
         value_head=make_value_head(config, network),
-    )
-
-
-def _plain_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]) -> PlainVLM:
-    _check_plain(config)
-    recompute_plainly(network, config.train.gradient_checkpointing)
-    return PlainVLM(network, banned_ids, make_value_head(config, network))
+    ).to(device)
 
 
 def _check_plain(config: Config) -> None:
@@ -205,10 +196,7 @@ def runs_liger(config: Config, device: torch.device) -> bool:
 
 
 def liger_refusal(config: Config, text_config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Liger's kernels cannot be used for this decoder; None if their results equal those of the plain functions.
-
-    ConfigError or MissingExtraError if the setting is `true` and the kernels cannot run here.
-    """
+    """Why Liger's kernels cannot be used here, else None; ConfigError or MissingExtraError if the setting is `true`."""
     if config.train.backend.liger_kernels is True:
         liger_kernels(device)
     # imported within the trial, since the import of an installed package may fail as well

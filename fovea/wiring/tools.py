@@ -82,7 +82,8 @@ def with_tools(
             return with_tools(own, part.environment, part.tools, make_use)
 
         return environment.changed(of_part)
-    settings, inside = config.environment, _inside(environment)
+    settings = config.environment
+    inside = environment.inside if isinstance(environment, LimitedSessions) else environment
     # an environment with its own tools includes the turns with calls in its max_turns
     further = settings.max_tool_turns if tools else 0
     use = make_use()
@@ -136,7 +137,3 @@ def frame_of(renderer: Renderer) -> Frame:
     if not renderer.gives_pixels:
         return THOUSANDTHS
     return Frame(description="in pixels of the picture in the size in which you see it", size=renderer.box_frame)
-
-
-def _inside(environment: Environment) -> Environment:
-    return environment.inside if isinstance(environment, LimitedSessions) else environment

@@ -55,9 +55,6 @@ from fovea_gym.utils.files import atomic_folder
 # (root mean square), and single tokens by .27; two swapped projections or another image processing, by .9 and more.
 MAX_LOGPROB_RMS = {torch.float32: 5e-4, torch.bfloat16: 0.3}
 """Largest allowed root mean square of the log-prob differences over an answer's tokens, by weight dtype."""
-PROBE_QUESTION = "What is in this picture, and how many of them are there?"
-PROBE_SIDES_PX = (99, 187)
-PROBE_ANSWER = "Two red circles and a square: \\boxed{3}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +76,14 @@ class Probe:
 def make_probe(processor: Processor, settings: Model) -> Probe:
     """Make a probe with a noise image from a fixed seed."""
     # not a multiple of the patch size, so that the image processor must resize and its settings are tested too
-    noise = np.random.default_rng(0).integers(0, 256, (*PROBE_SIDES_PX, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (99, 187, 3), dtype=np.uint8)
     opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)  # both limits are above what the noise image needs
     renderer = Renderer(processor, opener, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
-    message = Message(role="user", parts=(ImageRef(source=noise), PROBE_QUESTION))
+    question = "What is in this picture, and how many of them are there?"
+    message = Message(role="user", parts=(ImageRef(source=noise), question))
     return Probe(
         prompt=renderer.prompt([message], where="the probe"),
-        token_ids_T=np.asarray(renderer.target(PROBE_ANSWER), dtype=np.int64),
+        token_ids_T=np.asarray(renderer.target("Two red circles and a square: \\boxed{3}."), dtype=np.int64),
     )
 
 
@@ -175,7 +173,6 @@ def _different_prompt(probe: Probe, reloaded: Processor) -> str | None:
     return None if different is None else f"the {different} differ"
 
 
-CARD_FILE = "README.md"
 VIDEO_PROCESSOR_FILE = "video_preprocessor_config.json"
 _SHARED_PROCESSOR_KEYS = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
@@ -204,8 +201,13 @@ def export(
     check_empty(out)
     target = find_checkpoint(source)
     model = open_checkpoint(target, overrides, trust=trust)
-    if adapter_only:
-        _check_adapter(model, target)
+    if adapter_only and model.config.model.lora is None:
+        raise ConfigError(f"{target.name} has no adapter (model.lora) to export separately; export the whole model")
+    if adapter_only and model.config.model.tiny is not None:
+        raise ConfigError(
+            f"the model under the adapter of {target.name} was made by model.tiny, so there is no folder that "
+            "a separate adapter could refer to; export the whole model"
+        )
     probe = make_probe(model.processor, model.config.model)
     with naming_deletion(target.folder), atomic_folder(out) as folder:
         write = write_adapter if adapter_only else write_model
@@ -216,7 +218,7 @@ def export(
             folder=out, adapter_only=adapter_only, max_logprob_difference=difference, left_out=model.left_out
         )
         (folder / RECIPE_FILE).write_text(dump_config(model.config), encoding="utf-8")
-        (folder / CARD_FILE).write_text(_card(target, model, exported), encoding="utf-8", errors="replace")
+        (folder / "README.md").write_text(_card(target, model, exported), encoding="utf-8", errors="replace")
     return exported
 
 
@@ -244,16 +246,6 @@ def check_empty(out: Path) -> None:
     """ConfigError for a folder that a model cannot be exported to, raised before any work is done."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not an empty folder; export to another one")
-
-
-def _check_adapter(model: OpenedModel, target: CheckpointTarget) -> None:
-    if model.config.model.lora is None:
-        raise ConfigError(f"{target.name} has no adapter (model.lora) to export separately; export the whole model")
-    if model.config.model.tiny is not None:
-        raise ConfigError(
-            f"the model under the adapter of {target.name} was made by model.tiny, so there is no folder that "
-            "a separate adapter could refer to; export the whole model"
-        )
 
 
 def write_model(folder: Path, model: OpenedModel) -> None:

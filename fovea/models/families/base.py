@@ -191,8 +191,5 @@ class ModelFamily(Protocol):
         ...
 
     def forward_inputs(self, token_ids: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
-        """Arguments of transformers' forward besides ids and mask, on the device of the ids [rows, L].
-
-        `images` are those of all rows, in order.
-        """
+        """Arguments of the forward besides ids [rows, L] and mask, on their device; `images` of all rows, in order."""
         ...

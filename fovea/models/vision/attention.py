@@ -37,13 +37,9 @@ def run_in_segments(tower: nn.Module, *, eager: bool = False) -> None:
     name = f"fovea_flash_segments_{'eager' if eager else 'sdpa'}"
     attend = eager_attention if eager else F.scaled_dot_product_attention
     AttentionInterface.register(name, partial(segment_attention, attend))
-    AttentionMaskInterface.register(name, _no_mask)
+    AttentionMaskInterface.register(name, lambda *_args, **_kwargs: None)
     # set on the config: `set_attn_implementation` would look for a flash-attention package by the name
     config_of(tower)._attn_implementation = name
-
-
-def _no_mask(*_args: object, **_kwargs: object) -> None:
-    return None
 
 
 def segment_attention(
@@ -71,9 +67,10 @@ def segment_attention(
         return one_call[None], None
     # does not wait for the GPU if the tower got its offsets on the host (`models.vision.tower_inputs`)
     lengths: list[int] = cu_seq_lens_q.diff().tolist()
-    # images of equal size, a common case, take one batched call
+    # images of equal size, a common case, take one batched call: [S, H, N / S, D] with S segments
     if len(set(lengths)) == 1:
-        q, k, v = (_fold(x, len(lengths)) for x in (query_1HND, key_1HND, value_1HND))
+        heads = (query_1HND, key_1HND, value_1HND)
+        q, k, v = (x[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for x in heads)
         out = attend(q, k, v, scale=scaling)
         return out.transpose(1, 2).reshape(1, -1, *out.shape[1::2]), None
     parts = zip(*(x.split(lengths, 2) for x in (query_1HND, key_1HND, value_1HND)), strict=True)
@@ -89,12 +86,6 @@ def slow_vision_note(heads: HeadShape) -> str | None:
         f"vision tower: torch's variable-length attention refuses {heads.dtype} heads of {heads.width} here "
         f"({varlen_refusal(heads)}); torch's SDPA runs instead, once per image, frame or window"
     )
-
-
-def _fold(x_1HND: Tensor, segments: int) -> Tensor:
-    """Segments of equal length as a batch, [S, H, N / S, D]."""
-    split: Tensor = x_1HND[0].unflatten(1, (segments, -1))
-    return split.transpose(0, 1)
 
 
 def eager_attention(

@@ -49,10 +49,7 @@ Encode = Callable[[Sequence[PromptImage]], Sequence[ImageFeatures]]
 
 
 class FeatureCache:
-    """LRU cache of features by image key, bounded in bytes.
-
-    Shared by rollout, log-probs, update and reference. Valid only while the vision tower is frozen.
-    """
+    """LRU cache of features by image key, bounded in bytes; valid only while the vision tower is frozen."""
 
     def __init__(self, max_bytes: float) -> None:
         self._features: LRUCache[str, ImageFeatures] = LRUCache(max_bytes)

@@ -97,10 +97,7 @@ class DecodeBatch:
         return len(self.rows)
 
     def add(self, groups: Sequence[Sequence[QueuedRequest]], logits_PW: Tensor) -> None:
-        """Append a row per completion of these requests, and sample the first tokens from the logits of the prefill.
-
-        The requests of a group have the same prompt.
-        """
+        """Append a row per completion of these requests; the prefill's logits give their first tokens."""
         first = len(self.rows)
         rows = [
             DecodeRow(request=request, index=i, first_step=self._steps)
@@ -196,10 +193,7 @@ class DecodeBatch:
         )
 
     def _record(self, token_B: Tensor, logprob_B: Tensor, first: int) -> None:
-        """Append these tokens to the rows from `first` on, and mark those that finish.
-
-        Finished rows keep sampling until compaction; those tokens are discarded.
-        """
+        """Append these tokens to the rows from `first` on, except to finished rows, and mark those that finish now."""
         # views, so that the writes below change the batch
         state = map_tensors(lambda x: x[first:], self._live_state())
         row_B, column_B = torch.arange(len(state.length_B), device=self._device), state.length_B
@@ -259,10 +253,7 @@ class DecodeBatch:
         self._longest, self._level = max(counts), len(counts) == 1
 
     def _num_tokens(self, row: DecodeRow) -> int:
-        """Number of tokens of a row, known without waiting for the device.
-
-        A row that has finished since the last wait may have fewer.
-        """
+        """Upper bound of the number of tokens of a row, known without waiting for the device."""
         return self._steps + 1 - row.first_step
 
 

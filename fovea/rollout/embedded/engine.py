@@ -135,10 +135,7 @@ class EmbeddedEngine:
         self._asleep = True
 
     def free_memory(self) -> bool:
-        """Free memory that only the next rollout needs: pool, graphs and, while asleep, the copied weights.
-
-        Returns False if there is nothing to free, or if requests are running.
-        """
+        """Free memory that only the next rollout needs; returns False if there is none, or while requests run."""
         if self.memory.cache is None or self._busy:
             return False
         self.memory.free_all(copied_weights=self._asleep)

@@ -95,8 +95,10 @@ class PoolMemory:
             self.tokens = default_bytes(memory[0], self._beside_update) // token_bytes
             self.kept_tokens = self.tokens // KEPT_PART
         self._pool_bytes = self.tokens * token_bytes  # `stays` compares it with the memory that updates leave
-        if memory is not None:
-            self._tell()
+        if memory is not None and self._reported != self.stays:
+            what = "stays during updates, with the CUDA graphs" if self.stays else "is freed for the update"
+            LOG.warning("KV cache of %d tokens (%.1f GiB), which %s", self.tokens, self._pool_bytes / GIB, what)
+            self._reported = self.stays
 
     def measure_update(self, *, stayed: bool) -> None:
         """Measure the memory that an update has left; `stayed` says whether the pool stayed during the update.
@@ -121,12 +123,6 @@ class PoolMemory:
         if self._num_updates < self._min_updates or not self._pool_bytes:
             return False
         return not self._num_updates or self._pool_bytes <= self._beside_update
-
-    def _tell(self) -> None:
-        if self._reported != self.stays:
-            what = "stays during updates, with the CUDA graphs" if self.stays else "is freed for the update"
-            LOG.warning("KV cache of %d tokens (%.1f GiB), which %s", self.tokens, self._pool_bytes / GIB, what)
-        self._reported = self.stays
 
 
 class EngineMemory:

@@ -105,7 +105,12 @@ class PagedCache:
             prompt.rows = [self._new_row(prompt, request) for _ in range(request.n)]
             self._prompts.append(prompt)
             rows += prompt.rows
-        self._widen(max(row.prompt_tokens + row.limit_tokens for row in rows))
+        # each width of the page table needs its own CUDA graphs, so the width only grows, and at least doubles
+        pages = -(-max(row.prompt_tokens + row.limit_tokens for row in rows) // self.page_tokens)
+        if pages > self._width:
+            added = (1 << (pages - 1).bit_length()) - self._width
+            self._width += added
+            self._table_BX = F.pad(self._table_BX, (0, added), value=SCRATCH)
         self._rows += rows
         self._append_to_table(rows)
         return first
@@ -214,15 +219,6 @@ class PagedCache:
         assert count <= len(self._free), f"{count} pages are needed and {len(self._free)} are free"
         # reuse the pages that were freed last
         return [self._free.pop() for _ in range(count)]
-
-    def _widen(self, tokens: int) -> None:
-        """Widen the page table for conversations of this many tokens."""
-        # each width needs its own CUDA graphs, so the width only grows, and at least doubles
-        pages = -(-tokens // self.page_tokens)
-        if pages > self._width:
-            added = (1 << (pages - 1).bit_length()) - self._width
-            self._width += added
-            self._table_BX = F.pad(self._table_BX, (0, added), value=SCRATCH)
 
     def _append_to_table(self, rows: Sequence[PagedRow]) -> None:
         table_BX = torch.full((len(rows), self._width), SCRATCH, dtype=torch.int32)

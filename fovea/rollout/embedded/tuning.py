@@ -83,10 +83,7 @@ class Tuning:
 
 
 def uses_pages(tuning: Tuning, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if the KV cache is paged, because `tuning` says so or because the kernel passes its trial.
-
-    Always False for a decoder with delta nets, whose states need the dense cache.
-    """
+    """True if the KV cache is paged: `tuning` says so or the kernel passes its trial; never with delta nets."""
     if shape.delta is not None:
         return False
     if tuning.cache is not None:
@@ -95,10 +92,7 @@ def uses_pages(tuning: Tuning, shape: DecoderShape, device: torch.device, dtype:
 
 
 def make_cache(tuning: Tuning, shape: DecoderShape, like: Tensor, *, num_tokens: int) -> Cache:
-    """Make a KV cache with the dtype and device of `like`.
-
-    Without a kernel, a paged cache gathers its pages; this is for tests.
-    """
+    """Make a KV cache with the dtype and device of `like`; without a kernel, a paged one gathers its pages."""
     if not uses_pages(tuning, shape, like.device, like.dtype):
         return DenseCache(shape, like, num_tokens=num_tokens)
     has_kernel = _paged_refusal(shape, like.device, like.dtype, tuning.page_tokens) is None

@@ -56,7 +56,9 @@ class Host:
         self._ids[request] = [drawing["rid"] for drawing in sample_inputs]
         try:
             if len(sample_inputs) > 1:
-                await self._output(_prefill_only(sample_inputs[0]))
+                first = sample_inputs[0]
+                nothing = {**first["sampling_params"], "max_new_tokens": 0, "min_new_tokens": 0}
+                await self._output({**first, "rid": f"{first['rid']}/prompt", "sampling_params": nothing})
             if request not in self._ids:
                 raise RuntimeError("the request was aborted")
             outputs = await asyncio.gather(*map(self._output, sample_inputs))
@@ -129,11 +131,6 @@ def _sampled(output: Mapping[str, Any]) -> Sampled:
         logprobs=[logprob for logprob, *_ in chosen],
         finish_reason=f"{end['type']}: {end['message']}" if end.get("message") else end["type"],
     )
-
-
-def _prefill_only(drawing: SampleInputs) -> SampleInputs:
-    nothing = {**drawing["sampling_params"], "max_new_tokens": 0, "min_new_tokens": 0}
-    return {**drawing, "rid": f"{drawing['rid']}/prompt", "sampling_params": nothing}
 
 
 def _check(result: tuple[bool, str]) -> None:

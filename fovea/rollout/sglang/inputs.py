@@ -33,10 +33,7 @@ class SglangTranslator:
     min_new_tokens: int = 0
 
     def sample_inputs(self, request: Request) -> list[SampleInputs]:
-        """Build the inputs of each completion; greedy completions are all equal, so only one is sampled.
-
-        Raises EngineError for parameters that SGLang does not support together with seeds.
-        """
+        """Build the inputs of each completion, of one if greedy; EngineError for parameters that rule out seeds."""
         prompt = _prompt(request.prompt)
         return [
             prompt | {"rid": f"{request.id}/{number}", "sampling_params": self._sampling(request.sampling, number)}

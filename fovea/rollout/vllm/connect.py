@@ -33,7 +33,17 @@ def connect(settings: Settings, model: Model, processor: Processor, *, max_model
     """
     checked = check_model(processor, model, settings.name)
     max_model_len = fitting_length(checked, None, max_model_len, model=model.name)
-    config = _model_config(model, max_model_len)
+    # vLLM reads the configuration of the model's folder, without starting an engine
+    arguments = EngineArgs(
+        model=model.path,
+        revision=model.revision,
+        dtype=model.dtype,
+        max_model_len=max_model_len,
+        trust_remote_code=False,
+    )
+    with named(lambda error: ConfigError(f"rollout.engine=vllm_servers: vLLM refuses the model: {first_line(error)}")):
+        config: Any = arguments.create_model_config()
+    fields = MULTIMODAL_REGISTRY.create_processor(config)._get_mm_fields_config
     expected = ExpectedWeights(config, is_sharded=False)
     bounds = CallBounds(timeout_seconds=settings.timeout_seconds, calls_at_once=REQUESTS_AT_ONCE)
     weights_dir = Path(settings.weights_dir).expanduser()
@@ -47,30 +57,12 @@ def connect(settings: Settings, model: Model, processor: Processor, *, max_model
         ),
         expected,
         SyncFolder(weights_dir, expected.dtype, expected.vllm_name),
-        _translator(config, processor),
+        VllmTranslator(
+            fields=lambda tensors: fields(tensors, {}),
+            image_token_id=processor.family.image_token_id,
+            stop_ids=processor.stop_ids,
+            banned_ids=processor.banned_ids,
+        ),
         CompletionText(processor.tokenizer, processor.stop_ids),
         restart_seconds=settings.restart_seconds,
-    )
-
-
-def _model_config(model: Model, max_model_len: int) -> Any:
-    """Let vLLM read the configuration of the model's folder, without starting an engine."""
-    arguments = EngineArgs(
-        model=model.path,
-        revision=model.revision,
-        dtype=model.dtype,
-        max_model_len=max_model_len,
-        trust_remote_code=False,
-    )
-    with named(lambda error: ConfigError(f"rollout.engine=vllm_servers: vLLM refuses the model: {first_line(error)}")):
-        return arguments.create_model_config()
-
-
-def _translator(config: Any, processor: Processor) -> VllmTranslator:
-    fields = MULTIMODAL_REGISTRY.create_processor(config)._get_mm_fields_config
-    return VllmTranslator(
-        fields=lambda tensors: fields(tensors, {}),
-        image_token_id=processor.family.image_token_id,
-        stop_ids=processor.stop_ids,
-        banned_ids=processor.banned_ids,
     )

@@ -161,9 +161,6 @@ class ServerFacts:
                 )
 
 
-GENERATE = "/inference/v1/generate"
-
-
 class VllmServers:
     """Samples completions with several servers, which the user starts and stops."""
 
@@ -218,7 +215,11 @@ class VllmServers:
         try:
             assert self._sync is not None, "no weight sync to sample with"
             call = self._pool.post(
-                GENERATE, body, headers={SYNC_HEADER: self._sync.name}, load=request.n, parse=_engine_output
+                "/inference/v1/generate",
+                body,
+                headers={SYNC_HEADER: self._sync.name},
+                load=request.n,
+                parse=_engine_output,
             )
             sampled: EngineOutput = await self._loop.run(call)
         finally:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -73,9 +73,16 @@ class WeightReceiver:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
-            _repack_tied_head(model)
+            # vLLM does not process a head that shares the embedding's weight on a reload; on a CPU, its kernel
+            # multiplies by a packed copy, which would still hold the older weights
+            for module in model.modules():
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
             if current_platform.is_cpu():
-                _repack_experts(model, self.experts)
+                # the same for experts: vLLM (0.32) packs only the first weights that it loads
+                for layer in {name.rpartition(".")[0] for name in model.hf_to_vllm_mapper.apply_list([*self.experts])}:
+                    experts: Any = model.get_submodule(f"{layer}.routed_experts")
+                    experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading(experts)
         self.model_runner.reset_lora_state()
         dtype = self.vllm_config.model_config.dtype
         now = {name: value_hash(held, dtype) for parameter in slices for name, held in _held(model, parameter, slices)}
@@ -116,26 +123,6 @@ def _matrices_held(layer: Any, slot: int, parts: Any) -> int:
         for place, matrix in zip(stacked, given, strict=True)
         if matrix is not None
     )
-
-
-def _repack_tied_head(model: nn.Module) -> None:
-    """Repack a head that shares the embedding's weight, which vLLM does not process on a reload.
-
-    On a CPU, its kernel multiplies by a packed copy, which would still hold the older weights.
-    """
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
-
-
-def _repack_experts(model: Any, names: Iterable[str]) -> None:
-    """Repack the layers whose experts were replaced.
-
-    On a CPU, their kernel multiplies by a packed copy, and vLLM (0.32) packs only the first weights that it loads.
-    """
-    for layer in {name.rpartition(".")[0] for name in model.hf_to_vllm_mapper.apply_list(list(names))}:
-        experts: Any = model.get_submodule(f"{layer}.routed_experts")
-        experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading(experts)
 
 
 def _held(model: nn.Module, parameter: str, slices: Slices) -> Iterator[tuple[str, Tensor]]:
