@@ -54,7 +54,10 @@ CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False} | (
 
 
 def selective_contexts(operators: Collection[Any], note: Callable[[Any], None]) -> tuple[Context, Context]:
-    """Contexts of a checkpointed pass and its recomputation, which keep the outputs of these ops and `note` each."""
+    """Contexts of a checkpointed forward pass and of its recomputation, which keep the outputs of these operators.
+
+    `note` is called with each output that is kept.
+    """
 
     def choose(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if operator not in operators:

@@ -86,7 +86,10 @@ def sum_over_replicas(model: nn.Module, *, now: bool) -> None:
 
 
 def full(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Gather the full tensor of a shard, in `dtype` if given, on the ranks' device; all ranks must call it."""
+    """Gather the full tensor of a shard, in `dtype` if given, on the ranks' device; all ranks must call it.
+
+    Any other tensor is returned unchanged.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     # converted before it is sent; shards in host memory are copied to the device first
@@ -95,13 +98,16 @@ def full(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return gathered
 
 
+def sharded_as(like: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's shard of a full tensor, with the placement of `like`; the tensor itself if `like` is not sharded."""
+    if not isinstance(like, DTensor):
+        return tensor
+    # src_data_rank=None: every rank has the full tensor, so that none has to be broadcast
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
 @torch.no_grad()
 def copy_weights(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     """Copy `source` into the tensors of `target` by name; either may be sharded."""
     for name, tensor in target.items():
-        weight = full(source[name])
-        if isinstance(tensor, DTensor):
-            # src_data_rank=None: every rank has the full tensor, so that none has to be broadcast
-            mesh, placements = tensor.device_mesh, tensor.placements
-            weight = distribute_tensor(weight.to(tensor.device), mesh, placements, src_data_rank=None)
-        tensor.copy_(weight)
+        tensor.copy_(sharded_as(tensor, full(source[name])))
