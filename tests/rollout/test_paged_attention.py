@@ -32,10 +32,19 @@ def wrong_from_two_rows(query: Tensor, *more: Tensor | float) -> Tensor:
 
 
 def wrong_beyond(limit: int) -> object:
-    def kernel(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, scale: float) -> Tensor:
-        return gathered_attention(query, keys, values, table, used.clamp(max=limit), scale)
+    def kernel(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, *more: Tensor) -> Tensor:
+        return gathered_attention(query, keys, values, table, used.clamp(max=limit), *more)  # type: ignore[arg-type]
 
     return kernel
+
+
+def without_shared_pages(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, shared: Tensor, *more: Tensor
+) -> Tensor:
+    """As a kernel whose second pass is lost."""
+    pages = shared[:, None] // keys.shape[1]
+    others = (torch.arange(table.shape[1]) + pages).clamp(max=table.shape[1] - 1)
+    return gathered_attention(query, keys, values, table.gather(1, others), used - shared, shared, *more)  # type: ignore[arg-type]
 
 
 def unwritten_rows(query: Tensor, *more: Tensor | float) -> Tensor:
@@ -55,9 +64,10 @@ def test_the_plain_twin_passes_its_trial() -> None:
         (wrong_from_two_rows, 2, 40),
         (wrong_beyond(128), 3, 130),
         (wrong_beyond(256), 40, 300),
+        (without_shared_pages, 3, 130),
         (unwritten_rows, 300, 600),
     ],
-    ids=["wrong from two rows", "wrong beyond 128 keys", "wrong beyond 256 keys", "unwritten rows"],
+    ids=["wrong from two rows", "wrong beyond 128 keys", "wrong beyond 256 keys", "lost prompts", "unwritten rows"],
 )
 def test_a_wrong_kernel_is_refused_with_where_it_is_wrong(kernel: object, rows: int, keys: int) -> None:
     found = difference(kernel, SHAPE, 16)  # type: ignore[arg-type]
@@ -88,30 +98,47 @@ INTERPRET = """
 import json
 import torch
 from fovea.rollout.embedded.paged_attention import paged_attention
-from fovea.rollout.embedded.paged_cache import gathered_attention
+from fovea.rollout.embedded.paged_cache import gathered_attention, shared_prompts
 from fovea.rollout.embedded.paged_triton import triton_attention
 
-CASES = [  # rows, heads, key heads, head size, tokens of a page, pages of a row, splits
-    (1, 4, 4, 64, 16, 3, 1),
-    (3, 16, 8, 128, 16, 20, 4),
-    (2, 28, 4, 128, 256, 2, 2),
-    (5, 16, 2, 32, 32, 11, 8),
-    (7, 6, 2, 16, 24, 5, 16),
-    (300, 2, 1, 16, 32, 1, 1),
+CASES = [  # rows, heads, key heads, head size, tokens of a page, pages of a row, splits, rows of a prompt, tile
+    (1, 4, 4, 64, 16, 3, (1, 1), 1, 0),
+    (3, 16, 8, 128, 16, 20, (4, 4), 1, 0),
+    (2, 28, 4, 128, 256, 2, (2, 2), 1, 0),
+    (5, 16, 2, 32, 32, 11, (8, 2), 1, 8),
+    (7, 6, 2, 16, 24, 5, (16, 16), 1, 0),
+    (8, 4, 2, 64, 32, 7, (1, 4), 8, 8),
+    (11, 28, 4, 32, 16, 12, (2, 1), 4, 8),
+    (20, 2, 2, 16, 24, 9, (1, 2), 9, 8),
+    (300, 1, 1, 16, 64, 3, (1, 1), 3, 8),
 ]
 
-def error(dtype, rows, heads, key_heads, width, page, pages, splits):
+def error(dtype, rows, heads, key_heads, width, page, pages, splits, num_mates, tile):
     random = torch.Generator().manual_seed(rows)
     keys, values = torch.randn(2, 1 + rows * pages, page, key_heads, width, generator=random).to(dtype)
     query = torch.randn(rows, heads, width, generator=random).to(dtype)
     table = (1 + torch.randperm(rows * pages, generator=random)).view(rows, pages).int()
     used = torch.randint(1, 1 + page * pages, (rows,), generator=random).int()
     used[0] = 1
-    expected = gathered_attention(query.float(), keys.float(), values.float(), table, used, width**-0.5)
-    given = query, keys, values, table, used, width**-0.5
+    # the rows of a prompt are spread over the batch
+    prompt_pages, order = max(1, pages - 2), torch.randperm(rows, generator=random).tolist()
+    prompts = [order[start : start + num_mates] for start in range(0, rows, num_mates)] if tile else []
+    for mates in prompts if num_mates > 1 else []:
+        used[mates] = used[mates] % (page * (pages - prompt_pages)) + 1 + page * prompt_pages
+        table[mates, :prompt_pages] = table[mates[:1], :prompt_pages]
+    shared = shared_prompts([(page * prompt_pages, mates) for mates in prompts], rows, tile)
+    alone = shared.tokens_B == 0
+    assert bool(alone.all()) == (num_mates == 1), "several rows share their prompt"
+    tensors = query.float(), keys.float(), values.float(), table, used, shared.tokens_B, shared.mates_BR
+    expected = gathered_attention(*tensors, width**-0.5)
+    # the prompt's pages in the table of a row that another reads for hold NaN: nothing may read them a second time
+    keys[0], values[0] = torch.nan, torch.nan
+    follows = ~alone & (shared.mates_BR[:, :1] < 0).any(1) if tile else ~alone
+    table[follows, :prompt_pages] = 0
+    given = query, keys, values, table, used, shared.tokens_B, shared.mates_BR, width**-0.5
     found = triton_attention(*given, splits=splits)
     assert found.dtype == dtype
-    assert splits != 1 or torch.equal(found, paged_attention(*given))
+    assert splits != (1, 1) or torch.equal(found, paged_attention(*given))
     return float((found.float() - expected).norm() / expected.norm())
 
 kinds = ("float32", "float16")  # the interpreter has no products of bfloat16
@@ -123,9 +150,9 @@ EXACT = {"float32": 1e-6, "float16": 1e-3}
 
 @pytest.mark.sglang
 def test_the_kernel_equals_its_plain_twin() -> None:
-    """At ragged lengths, from one key on; a split may have none."""
+    """At ragged lengths, from one key on; a split may have none. A prompt is read once for up to eight of its rows."""
     found = json.loads(run_triton(INTERPRET, TRITON_INTERPRET="1"))
-    assert len(found) == 12
+    assert len(found) == 18
     assert [(kind, case, error) for kind, case, error in found if not error < EXACT[kind]] == []
 
 
@@ -139,23 +166,24 @@ def run_triton(program: str, **variables: str) -> str:
 
 COMPILE = """
 import sys
+from itertools import product
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fovea.rollout.embedded.paged_triton import attend_to_split, constants
 
-for architecture in (80, 90):
-    for kind in ("bf16", "fp32"):
-        for heads, key_heads, width in ((16, 8, 128), (28, 4, 64)):
-            types = {name: f"*{kind}" for name in ("query", "keys", "values")}
-            types |= {"table": "*i32", "used": "*i32", "parts": "*fp32", "logs": "*fp32", "scale": "fp32"}
-            strides = ("query_row", "query_head", "page_stride", "token_stride", "head_stride", "table_row")
-            types |= dict.fromkeys(strides, "i32")
-            fixed = constants(heads, key_heads, width, 32, 4)
-            places = {(len(types) + number,): value for number, value in enumerate(fixed.values())}
-            source = ASTSource(attend_to_split, {**types, **dict.fromkeys(fixed, "constexpr")}, constexprs=places)
-            made = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
-            print(architecture, kind, heads, made.metadata.shared, made.asm["ptx"].count("mma"), len(made.asm["cubin"]))
+for architecture, kind, tile in product((80, 90), ("bf16", "fp32"), (0, 8)):
+    for heads, key_heads, width in ((16, 8, 128), (28, 4, 64)):
+        types = {name: f"*{kind}" for name in ("query", "keys", "values")}
+        types |= dict.fromkeys(("table", "used", "shared", "mates"), "*i32")
+        types |= {"parts": "*fp32", "logs": "*fp32", "scale": "fp32"}
+        strides = ("query_row", "query_head", "page_stride", "token_stride", "head_stride", "table_row")
+        types |= dict.fromkeys(strides, "i32")
+        fixed = constants(heads, key_heads, width, 32, tile, (4, 2))
+        places = {(len(types) + number,): value for number, value in enumerate(fixed.values())}
+        source = ASTSource(attend_to_split, {**types, **dict.fromkeys(fixed, "constexpr")}, constexprs=places)
+        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+        print(architecture, kind, heads, made.metadata.shared, made.asm["ptx"].count("mma"), len(made.asm["cubin"]))
 """
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory of a block: CUDA C++ Programming Guide, table of compute capabilities."""
@@ -165,7 +193,7 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 def test_it_compiles_for_nvidias_cards() -> None:
     """Without a card: Triton brings its assembler along."""
     rows = [line.split() for line in run_triton(COMPILE).splitlines()]
-    assert len(rows) == 8
+    assert len(rows) == 16
     for architecture, kind, _, shared, tensor_core, size in rows:
         assert int(shared) <= SHARED_BYTES[int(architecture)]
         assert int(size) > 0

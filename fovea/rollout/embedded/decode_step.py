@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fovea.models.vlm import VLM
 from fovea.rollout.embedded.batch import DecodeStep
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.linears import TextWeights
-from fovea.rollout.embedded.paged_cache import SCRATCH, PagedCache
+from fovea.rollout.embedded.paged_cache import SCRATCH, PagedCache, SharedPrompts
 from fovea.rollout.embedded.sampler import Draw, RowSettings, SamplingNeeds, sample_tokens
 from fovea.utils.tensor_records import map_tensors
 
@@ -74,6 +74,7 @@ class GraphStepper:
                 position_B=step.position_B,
                 tokens_B=self._pages.tokens(step.stored_B),
                 table_BX=self._pages.table_BX,
+                shared=self._pages.shared,
                 uniform_B=step.draw.uniform_B,
                 settings=step.draw.settings,
             ),
@@ -84,7 +85,7 @@ def _decode_and_sample(
     eager: Stepper, pages: PagedCache, banned_K: Tensor, inputs: GraphInputs, needs: SamplingNeeds
 ) -> SampledTokens:
     """Decode and sample from static inputs; this is the function that is captured."""
-    attend = pages.attention(inputs.table_BX, inputs.tokens_B)
+    attend = pages.attention(inputs.table_BX, inputs.tokens_B, inputs.shared)
     draw = Draw(uniform_B=inputs.uniform_B, settings=inputs.settings, needs=needs, banned_K=banned_K)
     return sample_tokens(eager.logits(inputs.token_B, inputs.position_B, attend), draw)
 
@@ -98,6 +99,7 @@ class GraphInputs:
     tokens_B: Tensor
     """Number of tokens of each row in the cache."""
     table_BX: Tensor
+    shared: SharedPrompts
     uniform_B: Tensor
     settings: RowSettings
 
@@ -108,6 +110,8 @@ class GraphInputs:
         # padding rows attend to one token of the scratch page, and write there; their sampled tokens are never read
         self.tokens_B[rows:] = 0
         self.table_BX[rows:] = SCRATCH
+        self.shared.tokens_B[rows:] = 0
+        self.shared.mates_BR[rows:] = -1
 
 
 StepFunction = Callable[[GraphInputs, SamplingNeeds], SampledTokens]
@@ -156,8 +160,19 @@ def captured_rows(rows: int) -> int:
     return middle if rows <= middle and doubling > LAST_DOUBLING else doubling
 
 
+class GraphKey(NamedTuple):
+    """What a captured graph is made for."""
+
+    rows: int
+    pages: int
+    """Width of the page table."""
+    mates: int
+    """Width of the table of rows that share a prompt."""
+    needs: SamplingNeeds
+
+
 class DecodeGraphs:
-    """CUDA graphs of the decode step, by number of rows (`captured_rows`), page table width and sampling needs.
+    """CUDA graphs of the decode step, by number of rows (`captured_rows`), widths of the tables, and sampling needs.
 
     The first step captures all sizes up to its own, the largest first: the others then fit into its memory, and nothing
     is left to capture as rows finish.
@@ -166,25 +181,26 @@ class DecodeGraphs:
     def __init__(self, run: StepFunction, capture: Capture) -> None:
         """`run` is the function to capture; it must read and write the same memory while this object is in use."""
         self._run, self._capture = run, capture
-        self._graphs: dict[tuple[int, int, SamplingNeeds], tuple[GraphInputs, Callable[[], SampledTokens]]] = {}
-        """Static inputs and replay function by (rows, width of the page table, needs)."""
+        self._graphs: dict[GraphKey, tuple[GraphInputs, Callable[[], SampledTokens]]] = {}
+        """Static inputs and replay functions."""
 
     def __call__(self, needs: SamplingNeeds, inputs: GraphInputs) -> SampledTokens:
         """Sample the next token of every row; the next call overwrites the results."""
-        rows, width = inputs.table_BX.shape
-        key = (captured_rows(rows), width, needs)
+        rows, pages = inputs.table_BX.shape
+        key = GraphKey(captured_rows(rows), pages, inputs.shared.mates_BR.shape[1], needs)
         if key not in self._graphs:
-            self._capture_up_to(*key, inputs)
+            self._capture_up_to(key, inputs)
         static, replay = self._graphs[key]
         # the graph reads from the addresses at which it was captured
         static.copy_from(inputs)
         token_B, logprob_B = replay()
         return token_B[:rows], logprob_B[:rows]
 
-    def _capture_up_to(self, most: int, width: int, needs: SamplingNeeds, inputs: GraphInputs) -> None:
-        for size in sorted({captured_rows(rows) for rows in range(1, most + 1)}, reverse=True):
-            if (size, width, needs) not in self._graphs:
-                self._graphs[size, width, needs] = self._captured(inputs, size, needs)
+    def _capture_up_to(self, largest: GraphKey, inputs: GraphInputs) -> None:
+        for size in sorted({captured_rows(rows) for rows in range(1, largest.rows + 1)}, reverse=True):
+            key = largest._replace(rows=size)
+            if key not in self._graphs:
+                self._graphs[key] = self._captured(inputs, size, largest.needs)
 
     def _captured(
         self, inputs: GraphInputs, size: int, needs: SamplingNeeds

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fovea.models.trials import why_refused
 from fovea.models.varlen import HeadShape
-from fovea.rollout.embedded.paged_cache import PagedKernel, gathered_attention
+from fovea.rollout.embedded.paged_cache import TILE_ROWS, PagedKernel, gathered_attention, shared_prompts
 
 TRIALS = ((2, 40), (3, 130), (40, 300), (300, 600))
 """Numbers of rows, and maximum numbers of keys per row: a kernel may be right for one row, or up to 128 or 256 keys,
@@ -25,20 +25,29 @@ PART_ROWS = 16
 """Number of rows for which the plain attention gathers all keys at once."""
 
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The tensors that a `PagedKernel` takes."""
+
+
 @torch.library.custom_op("fovea::paged_attention", mutates_args=())
-def paged_attention(
-    query_BHD: Tensor, keys: Tensor, values: Tensor, table_BX: Tensor, used_B: Tensor, scale: float
+def paged_attention(  # noqa: PLR0913, PLR0917
+    query_BHD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table_BX: Tensor,
+    used_B: Tensor,
+    shared_B: Tensor,
+    mates_BR: Tensor,
+    scale: float,
 ) -> Tensor:
     """Attention of one query per row by the Triton kernel; a `PagedKernel` that CUDA graphs can capture."""
     from fovea.rollout.embedded.paged_triton import triton_attention  # noqa: PLC0415 (Triton may not be installed)
 
-    return triton_attention(query_BHD, keys, values, table_BX, used_B, scale)
+    return triton_attention(query_BHD, keys, values, table_BX, used_B, shared_B, mates_BR, scale)
 
 
 @paged_attention.register_fake
-def _shape_of_paged_attention(
-    query_BHD: Tensor, keys: Tensor, values: Tensor, table_BX: Tensor, used_B: Tensor, scale: float
-) -> Tensor:
+def _shape_of_paged_attention(query_BHD: Tensor, *_others: Tensor | float) -> Tensor:
     return torch.empty_like(query_BHD, memory_format=torch.contiguous_format)
 
 
@@ -67,24 +76,34 @@ def difference(kernel: PagedKernel, shape: HeadShape, page_tokens: int) -> str |
     return None
 
 
-def _inputs(shape: HeadShape, page_tokens: int, rows: int, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Random queries, pages of keys and values, page table and numbers of keys, including 1 and `most`."""
+def _inputs(shape: HeadShape, page_tokens: int, rows: int, most: int) -> Inputs:
+    """Random queries, pages of keys and values, page table, numbers of keys (1 and `most` too), and shared prompts.
+
+    Of 12 rows, two have a prompt of half the pages in common, and nine another; they are spread over the batch.
+    """
     random = torch.Generator().manual_seed(rows)
     query = torch.randn(rows, shape.heads, shape.width, generator=random)
     keys, values = torch.randn(2, TRIAL_PAGES, page_tokens, shape.key_heads, shape.width, generator=random)
     table = torch.randint(TRIAL_PAGES, (rows, -(-most // page_tokens)), dtype=torch.int32, generator=random)
     used = torch.randint(1, 1 + most, (rows,), dtype=torch.int32, generator=random)
     used[0], used[-1] = 1, most
+    pages, order = table.shape[1] // 2, torch.randperm(rows, generator=random).tolist()
+    longer = [row for row in order if used[row] > pages * page_tokens]
+    prompts = [longer[start + first : start + end] for start in range(0, rows, 12) for first, end in ((0, 2), (2, 11))]
+    for mates in prompts:
+        table[mates, :pages] = table[mates[:1], :pages]
+    shared = shared_prompts([(pages * page_tokens, mates) for mates in prompts], rows, TILE_ROWS)
     query, keys, values = (x.to(shape.device, shape.dtype) for x in (query, keys, values))
-    return query, keys, values, table.to(shape.device), used.to(shape.device)
+    of_rows = (x.to(shape.device) for x in (table, used, shared.tokens_B, shared.mates_BR))
+    return (query, keys, values, *of_rows)  # type: ignore[return-value]  # the number of tensors is not inferred
 
 
-def _plain(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, scale: float) -> Tensor:
+def _plain(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, *others: Tensor | float) -> Tensor:
     keys, values = keys.float(), values.float()
     parts = (x.split(PART_ROWS) for x in (query.float(), table, used))
     return torch.cat(
         [
-            gathered_attention(some, keys, values, pages, tokens, scale)
+            gathered_attention(some, keys, values, pages, tokens, *others)  # type: ignore[arg-type]
             for some, pages, tokens in zip(*parts, strict=True)
         ]
     )

@@ -1,16 +1,17 @@
 """The paged KV cache, for kernels that read keys and values through a page table.
 
 The full pages of a prompt are stored once and referenced by the page table of each of its completions; the rest of the
-prompt is copied into the first page of each completion. A completion allocates pages as it grows (decision 051).
+prompt is copied into the first page of each completion. A completion allocates pages as it grows (decision 051). A
+kernel may read the full pages once for several completions: `SharedPrompts` says for which.
 
 Axes: `B` rows of the decode batch, `H` query heads, `J` key heads, `D` width of a head, `N` tokens of a prefill pass,
-`M` slots that they are written to, `S` tokens of a page, `Z` pages of the pool, `X` pages of the longest row. A slot is
-the index of a token in the flattened pool: page x S + offset.
+`M` slots that they are written to, `S` tokens of a page, `Z` pages of the pool, `X` pages of the longest row, `R` rows
+that share a prompt. A slot is the index of a token in the flattened pool: page x S + offset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ from fovea.models.decoder import Attend, DecoderShape
 from fovea.models.transfer import to_device
 from fovea.rollout.embedded.cache import Store, TokenSpan, fill_holes
 from fovea.rollout.embedded.requests import QueuedRequest
+from fovea.utils.tensor_records import map_tensors
 
 SCRATCH = 0
 """Index of the scratch page, which the padding of page tables and captured batches reads and writes."""
@@ -31,8 +33,43 @@ MAX_ROWS = 1024
 """Maximum number of rows that decode at once: with more, a step is bound by matrix products, and sampling needs about
 2 MB of memory per row."""
 
-PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
-"""Paged attention [B, H, D] of (query [B, H, D], key and value pages [Z, S, J, D], table [B, X], tokens [B], scale)."""
+TILE_ROWS = 8
+"""Maximum number of rows for which a kernel reads a prompt at once: with the two query heads of each key head in models
+of 2B and the four in those of 8B, they fill a tensor core product of 16 or 32 rows."""
+MIN_SHARED_TOKENS = 64
+"""Length of the shortest prompt that is read for several rows at once; for fewer tokens merging the two parts of the
+attention costs more than reading them again."""
+
+PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+"""Paged attention [B, H, D] of (query [B, H, D], key and value pages [Z, S, J, D], table [B, X], tokens [B],
+`SharedPrompts.tokens_B`, `SharedPrompts.mates_BR`, scale)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrompts:
+    """The rows for which a kernel may read the full pages of a prompt at once, in tensors of int32."""
+
+    tokens_B: Tensor
+    """Number of tokens at the start of each row that are read for its mates as well; 0 for a row without mates."""
+    mates_BR: Tensor
+    """The rows for which row b reads these tokens, itself first, padded with -1; -1 throughout where another row reads
+    them, or none. R is 0 if the batch has had no prompt with several rows."""
+
+
+def shared_prompts(prompts: Iterable[tuple[int, Sequence[int]]], num_rows: int, width: int) -> SharedPrompts:
+    """Tile the rows of each prompt; a prompt has a number of tokens in full pages, and the indices of its rows.
+
+    `width` is R, at least 2, or 0 to share nothing.
+    """
+    tokens_B = torch.zeros(num_rows, dtype=torch.int32)
+    mates_BR = torch.full((num_rows, width), -1, dtype=torch.int32)
+    for tokens, rows in prompts if width else ():
+        if tokens >= MIN_SHARED_TOKENS:
+            for mates in (rows[start : start + width] for start in range(0, len(rows), width)):
+                if len(mates) > 1:
+                    tokens_B[mates] = tokens
+                    mates_BR[mates[0], : len(mates)] = torch.tensor(mates, dtype=torch.int32)
+    return SharedPrompts(tokens_B=tokens_B, mates_BR=mates_BR)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +120,9 @@ class PagedCache:
         self._rows: list[PagedRow] = []
         self._table_BX = torch.zeros(0, self._width, dtype=torch.int32, device=self.pools[0].device)
         self._prompt_tokens_B = torch.zeros(0, dtype=torch.long, device=self.pools[0].device)
+        # each width of the table of mates needs its own CUDA graphs, so the width stays as prompts come and go
+        self._tile = 0
+        self._shared: SharedPrompts | None = None
 
     def cost(self, request: QueuedRequest) -> int:
         # in whole pages; the last, partly filled page of a prompt counts for each completion
@@ -113,6 +153,8 @@ class PagedCache:
             self._table_BX = F.pad(self._table_BX, (0, added), value=SCRATCH)
         self._rows += rows
         self._append_to_table(rows)
+        self._tile = TILE_ROWS if any(request.n > 1 for request in requests) else self._tile
+        self._shared = None
         return first
 
     def reserve(self, tokens_B: Sequence[int]) -> bool:
@@ -176,9 +218,10 @@ class PagedCache:
         for rows in (self._table_BX, self._prompt_tokens_B):
             rows[targets] = rows[sources]
         self._table_BX, self._prompt_tokens_B = self._table_BX[: moves.count], self._prompt_tokens_B[: moves.count]
+        self._shared = None
 
     def step(self, stored_B: Tensor, longest: int, level: bool) -> Attend:
-        return self.attention(self._table_BX, self.tokens(stored_B))
+        return self.attention(self._table_BX, self.tokens(stored_B), self.shared)
 
     def tokens(self, stored_B: Tensor) -> Tensor:
         """Number of tokens [B] of each row in the cache, prompt included."""
@@ -189,9 +232,21 @@ class PagedCache:
         """Page table of all rows in int32, padded with the scratch page."""
         return self._table_BX
 
-    def attention(self, table_BX: Tensor, tokens_B: Tensor) -> PagedAttention:
+    @property
+    def shared(self) -> SharedPrompts:
+        """The rows that share full pages of a prompt, computed again when rows have come or gone."""
+        if self._shared is None:
+            rows_of: dict[int, list[int]] = {}
+            for index, row in enumerate(self._rows):
+                rows_of.setdefault(id(row.prompt), []).append(index)
+            prompts = [(len(self._rows[rows[0]].prompt.pages) * self.page_tokens, rows) for rows in rows_of.values()]
+            on_host = shared_prompts(prompts, len(self._rows), self._tile)
+            self._shared = map_tensors(lambda x: to_device(x, self.pools[0].device), on_host)
+        return self._shared
+
+    def attention(self, table_BX: Tensor, tokens_B: Tensor, shared: SharedPrompts) -> PagedAttention:
         """Return the attention of a decode step for rows with this page table and `tokens_B` tokens in the cache."""
-        return PagedAttention(self.pools, table_BX, tokens_B, self._kernel, self._shape.scale)
+        return PagedAttention(self.pools, table_BX, tokens_B, shared, self._kernel, self._shape.scale)
 
     def _new_pages(self, request: QueuedRequest, tokens: int) -> int:
         """Number of pages of a request whose completions have `tokens` tokens, capped at their limit."""
@@ -249,9 +304,15 @@ class PagedAttention:
     """Attention of one decode step through a page table."""
 
     def __init__(
-        self, pools: Sequence[Tensor], table_BX: Tensor, tokens_B: Tensor, kernel: PagedKernel, scale: float
+        self,
+        pools: Sequence[Tensor],
+        table_BX: Tensor,
+        tokens_B: Tensor,
+        shared: SharedPrompts,
+        kernel: PagedKernel,
+        scale: float,
     ) -> None:
-        self._pools, self._table_BX, self._kernel, self._scale = pools, table_BX, kernel, scale
+        self._pools, self._table_BX, self._shared, self._kernel, self._scale = pools, table_BX, shared, kernel, scale
         # computed once per step, used by all layers
         size = pools[0].shape[2]
         # `tokens_B` is the index of the new token, which gives its page and the offset in that page
@@ -264,11 +325,19 @@ class PagedAttention:
         keys, values = self._pools[layer]
         keys.flatten(0, 1).index_copy_(0, self._slot_B, key_BJD)
         values.flatten(0, 1).index_copy_(0, self._slot_B, value_BJD)
-        return self._kernel(query_BHD, keys, values, self._table_BX, self._used_B, self._scale)
+        shared = self._shared.tokens_B, self._shared.mates_BR
+        return self._kernel(query_BHD, keys, values, self._table_BX, self._used_B, *shared, self._scale)
 
 
 def gathered_attention(
-    query_BHD: Tensor, keys: Tensor, values: Tensor, table_BX: Tensor, used_B: Tensor, scale: float
+    query_BHD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table_BX: Tensor,
+    used_B: Tensor,
+    _shared_B: Tensor,
+    _mates_BR: Tensor,
+    scale: float,
 ) -> Tensor:
     """Paged attention on any device, a slow reference for `paged_attention`: gathers all pages, masks unused slots."""
     heads = query_BHD.shape[1] // keys.shape[2]

@@ -34,7 +34,7 @@ from fovea.models.transformers_versions import delta_functions, plain_delta_func
 from fovea.models.trials import Tensors, differences, first_difference, random_tensor, values_and_gradients
 from fovea.models.varlen import HeadShape, flash_refusal, varlen_refusal
 from fovea.rollout.embedded.paged_attention import paged_attention, paged_refusal
-from fovea.rollout.embedded.paged_cache import PagedKernel, gathered_attention
+from fovea.rollout.embedded.paged_cache import PagedKernel, gathered_attention, shared_prompts
 from fovea.rollout.embedded.tuning import PAGE_TOKENS
 from fovea.train.adamw import AdamWSettings
 from fovea.train.torch.optimizer import Optimizer
@@ -165,8 +165,10 @@ def decode_rate(kernel: PagedKernel, shape: HeadShape, rows: int, keys: int) -> 
     table_BX = (1 + torch.randperm(rows * wide, device=shape.device)).view(rows, wide).int()
     used_B = torch.full((rows,), keys, dtype=torch.int32, device=shape.device)
     query_BHD = torch.randn(rows, shape.heads, shape.width, device=shape.device, dtype=shape.dtype)
+    alone = map_tensors(lambda x: x.to(shape.device), shared_prompts([], rows, 0))
+    given = query_BHD, stored_keys, stored_values, table_BX, used_B, alone.tokens_B, alone.mates_BR
     seconds = best_kernel_seconds(
-        lambda: kernel(query_BHD, stored_keys, stored_values, table_BX, used_B, shape.width**-0.5),
+        lambda: kernel(*given, shape.width**-0.5),
         str(shape.device.type),
     )
     return 2 * rows * keys * shape.key_heads * shape.width * shape.dtype.itemsize / seconds
