@@ -38,6 +38,7 @@ from fovea.rollout.embedded.paged_cache import PagedKernel, gathered_attention, 
 from fovea.rollout.embedded.tuning import PAGE_TOKENS
 from fovea.train.adamw import AdamWSettings
 from fovea.train.torch.optimizer import Optimizer
+from fovea.utils.tensor_records import map_tensors
 from fovea.wiring.model import LIGER, liger_kernels
 from fovea_tools.probe.rates import CheckFailed, Rates, best_kernel_seconds, best_seconds, seconds_of
 
