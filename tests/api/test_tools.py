@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 import fovea
-from fovea.metrics.log import read_metrics
 from fovea_gym.environments.base import Environment, Split
 from fovea_gym.errors import ConfigError
 from fovea_gym.tools.session import demonstrated_call
@@ -53,21 +51,14 @@ class Riddle(Environment):
         return [demonstrated_call("hint", {"place": 1}), "red"]
 
 
-def test_a_function_is_called_as_demonstrations_ask_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_function_is_called_as_demonstrations_ask_for_it() -> None:
     CALLS.clear()
-    settings = {
-        **SETTINGS,
-        "max_steps": 1,
-        "warmup": {"max_steps": 1, "check_every_steps": 1, "batch_size": 2},
-        "environment.max_tool_turns": 1,
-    }
+    warmup = {"max_steps": 1, "check_every_steps": 1, "batch_size": 2}
+    settings = {**SETTINGS, "max_steps": 1, "warmup": warmup, "environment.max_tool_turns": 1}
     trainer = fovea.GRPO(environment=Riddle(), tools=[hint], run_dir="run", settings=settings)
-    assert trainer.config.environment.tools == ("python:tests.api.test_tools.hint",)
-    trainer.train()
-    assert CALLS == ["call 1", "call 1"]
-    (step,) = read_metrics(Path("run"))
-    assert step["step"] == 1
+    assert trainer.config.environment.tools == (f"python:{__name__}.hint",)
+    (step,) = trainer.train().metrics
+    assert (CALLS, step["step"]) == (["call 1", "call 1"], 1)
 
 
 def test_a_string_in_place_of_a_list_is_refused() -> None:

@@ -54,7 +54,7 @@ def test_names_choose_the_engine_and_the_backend() -> None:
         (
             VLLM,
             f"{ENGINE}.min_new_tokens=4 rollout.stop_after_answer=true",
-            r"stop_after_answer=true ends completions that .*min_new_tokens continues; set .*min_new_tokens=0",
+            r"stop_after_answer=true .*min_new_tokens=0",
         ),
         (VLLM, f"{ENGINE}.repetition_penalty=1.1", r"repetition_penalty is not a setting here: .*; remove it"),
         (VLLM, f"{ENGINE}.data_parallel_size=2", r"is not a setting here: every worker has a separate engine"),
@@ -70,21 +70,13 @@ def test_names_choose_the_engine_and_the_backend() -> None:
         (SGLANG, f"{ENGINE}.min_new_tokens=4", r"min_new_tokens=4 samples.*importance_sampling_fix=true, or"),
         (SGLANG, f"{ENGINE}.kv_cache_gib=1", r"kv_cache_gib: a setting of rollout\.engine\.name=vllm only"),
         (MEGATRON, "model.lora.dropout=0.1", r"dropout with train\.backend=megatron: copies of a prompt would get"),
-        (
-            MEGATRON,
-            "model.lora.rank=3 train.backend.tensor_parallel_size=2",
-            r"model\.lora\.rank=3 with .*tensor_parallel_size=2: .*; set the rank to a multiple of 2",
-        ),
+        (MEGATRON, "model.lora.rank=3 train.backend.tensor_parallel_size=2", r"model\.lora\.rank=3 .* a multiple of 2"),
         (
             MEGATRON,
             "algorithm.name=ppo algorithm.advantage.critic.trunk=separate",
-            r"algorithm\.advantage\.critic\.trunk=separate with .*: it supports only a value head",
+            r"critic\.trunk=separate with .*head",
         ),
-        (
-            MEGATRON,
-            "cluster.placement=disaggregated cluster.rollout_gpus=1",
-            r"cluster\.placement=disaggregated with .*process groups",
-        ),
+        (MEGATRON, "cluster.placement=disaggregated cluster.rollout_gpus=1", r"disaggregated with .*process groups"),
         (MEGATRON, "cluster.placement=hybrid cluster.rollout_gpus=1", "placement=hybrid with .*process groups"),
         (MEGATRON, "train.gradient_checkpointing=selective", r"=selective with .*\(full\) or none"),
         (MEGATRON, "model.lora.parts=vision_tower", r"lora\.parts with "),
@@ -95,11 +87,7 @@ def test_names_choose_the_engine_and_the_backend() -> None:
         ((), "cluster.rollout_gpus=1", r"cluster\.rollout_gpus=1\b"),
         ((), "cluster.placement=disaggregated", r"placement=disaggregated\b"),
         ((), "cluster.placement=hybrid", r"cluster\.placement=hybrid\b"),
-        (
-            ("cluster={placement: hybrid, rollout_gpus: 4, num_nodes: 2, gpus_per_node: 2}",),
-            "",
-            r"cluster\.rollout_gpus=4\b",
-        ),
+        (("cluster={placement: hybrid, rollout_gpus: 4, num_nodes: 2, gpus_per_node: 2}",), "", r"rollout_gpus=4\b"),
     ],
 )
 def test_what_cannot_be_done_is_refused(base: tuple[str, ...], words: str, message: str) -> None:
@@ -109,16 +97,11 @@ def test_what_cannot_be_done_is_refused(base: tuple[str, ...], words: str, messa
 
 def test_the_last_workers_hold_an_engine_alone() -> None:
     workers = [0, 1, 2, 3]
-    held = {
-        cluster.placement: (placement.learners(workers), placement.engines(workers))
-        for cluster in (
-            Cluster(),
-            Cluster(placement="disaggregated", rollout_gpus=1),
-            Cluster(placement="hybrid", rollout_gpus=1),
-        )
-        for placement in [Placement.of(cluster, len(workers))]
-    }
-    assert held == {"collocated": (workers, workers), "disaggregated": ([0, 1, 2], [3]), "hybrid": ([0, 1, 2], workers)}
+    alone = {"rollout_gpus": 1}
+    clusters = (Cluster(), Cluster(placement="disaggregated", **alone), Cluster(placement="hybrid", **alone))
+    placements = [Placement.of(cluster, len(workers)) for cluster in clusters]
+    held = [(placement.learners(workers), placement.engines(workers)) for placement in placements]
+    assert held == [(workers, workers), ([0, 1, 2], [3]), ([0, 1, 2], workers)]
 
 
 def test_learners_are_some_and_divided_by_replicas() -> None:

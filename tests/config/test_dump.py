@@ -44,17 +44,10 @@ def test_a_dump_is_whole_and_in_order() -> None:
     learning_rate=st.floats(min_value=1e-300, max_value=100),
 )
 def test_any_config_comes_back(run_dir: str, stop: list[str], weights: dict[str, float], learning_rate: float) -> None:
-    config = Config.model_validate(
-        {
-            "run_dir": run_dir,
-            "model": {"path": run_dir},
-            "rollout": {"stop": stop},
-            "data": {"kind_weights": weights},
-            "train": {"learning_rate": learning_rate},
-        }
-    )
-    tree = parse_override(f"x={dump_config(config)}")["x"]
-    assert Config.model_validate(tree) == config
+    settings = {"run_dir": run_dir, "model": {"path": run_dir}, "rollout": {"stop": stop}}
+    more = {"data": {"kind_weights": weights}, "train": {"learning_rate": learning_rate}}
+    config = Config.model_validate(settings | more)
+    assert Config.model_validate(parse_override(f"x={dump_config(config)}")["x"]) == config
 
 
 def test_texts_that_look_like_numbers_come_back() -> None:
@@ -95,14 +88,11 @@ def test_a_description(key: str, type_text: str, default: str) -> None:
     assert (setting.type, setting.default) == (type_text, default)
 
 
-def test_settings_of_one_variant_say_so() -> None:
+def test_settings_of_one_variant_say_so_and_choices_are_whole_sentences() -> None:
     (setting,) = describe("environment.zoom")
     assert setting.doc.startswith("[environment.name=shapes_small] Let the model ask for an enlarged box of the scene")
     (shared,) = describe("environment.train_files")
     assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | rows | geospot | grounding | nemo_gym] ")
-
-
-def test_choices_are_whole_sentences() -> None:
     (engine,) = [setting for setting in describe("rollout.engine") if setting.key == "rollout.engine.name"]
     assert " after every update (extra: vllm). vllm_servers: " in engine.doc
     assert [setting.key for setting in describe() if setting.doc[-1] not in ".`)"] == []

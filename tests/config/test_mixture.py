@@ -65,10 +65,7 @@ def test_short_forms_of_parts(tmp_path: Path) -> None:
     ("override", "message"),
     [
         (f"{GEOMETRY}.shar=2", r"geometry\.shar: no such setting; did you mean environment\.parts\.PART\.share\?"),
-        (
-            f"{GEOMETRY}.environment.train_filez=[a]",
-            r"parts\.geometry: environment\.train_filez: no such setting; did you mean environment\.train_files\?",
-        ),
+        (f"{GEOMETRY}.environment.train_filez=[a]", r"train_filez: no such .* mean environment\.train_files\?"),
         (f"{GEOMETRY}.environment.image_side_px=48", r"geometry: environment\.image_side_px: a setting of .*=shapes"),
         (f"{SCENES}.environment.image_side_px=x", r'scenes\.environment\.image_side_px: "x" .*allowed: integer >= 32'),
         (f"{SCENES}.environment=vqa", r"scenes\.environment\.train_files: must be set; allowed: list of text"),
@@ -99,10 +96,12 @@ def test_a_reward_that_would_never_be_asked_is_refused(tmp_path: Path) -> None:
 
 
 def test_parts_without_a_mixture() -> None:
-    with pytest.raises(ConfigError, match=r"environment\.parts: a setting of environment\.name=mixture only"):
-        load_config([], ["model.tiny={}", f"{GEOMETRY}.environment.train_files=[a]"])
-    with pytest.raises(ConfigError, match=r"environment\.parts is empty"):
-        load_config([], ["model.tiny={}", "environment=mixture", "environment.parts={}"])
+    for words, told in (
+        ([f"{GEOMETRY}.environment.train_files=[a]"], "parts: a setting of environment.name=mixture only"),
+        (["environment=mixture", "environment.parts={}"], "parts is empty"),
+    ):
+        with pytest.raises(ConfigError, match=rf"environment\.{told}"):
+            load_config([], ["model.tiny={}", *words])
 
 
 def test_overrides_that_name_code_in_a_part() -> None:
@@ -119,8 +118,8 @@ def test_overrides_that_name_code_in_a_part() -> None:
 
 
 def test_descriptions_of_parts() -> None:
-    (share, environment, reward) = describe("environment.parts")
-    keys = [each.key.removeprefix("environment.parts.PART.") for each in (share, environment, reward)]
+    parts = describe("environment.parts")
+    keys = [each.key.removeprefix("environment.parts.PART.") for each in parts]
     assert keys == ["share", "environment", "reward"]
-    assert describe(f"{GEOMETRY}.share") == [share]
+    assert describe(f"{GEOMETRY}.share") == parts[:1]
     assert describe(f"{GEOMETRY}.environment.train_files") == describe("environment.train_files")

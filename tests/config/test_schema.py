@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from fovea.cli.main import app
 from fovea.cli.texts import SCHEMA_COMMENT
 from fovea.config.recipes import read_recipe, read_yaml, recipes_folder
+from gym_tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = recipes_folder() / "recipe.schema.json"
@@ -28,21 +29,20 @@ def complaints(recipe: Any) -> list[str]:
 
 def test_the_file_beside_the_recipes_is_what_the_command_prints() -> None:
     printed = CliRunner().invoke(app, ["config", "--schema"])
-    assert printed.stdout == SCHEMA.read_text(encoding="utf-8"), (
-        "write it again: fovea config --schema > recipes/recipe.schema.json"
-    )
+    told = "write it again: fovea config --schema > recipes/recipe.schema.json"
+    assert printed.stdout == SCHEMA.read_text(encoding="utf-8"), told
     both = CliRunner().invoke(app, ["config", "--schema", "shapes"])
     assert (both.exit_code, "leave one out" in both.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@table("recipe", RECIPES)
 def test_every_recipe_names_the_schema_and_fits_it(recipe: Path) -> None:
     first = recipe.read_text(encoding="utf-8").splitlines()[0]
     assert first == f"{SCHEMA_COMMENT} $schema={os.path.relpath(SCHEMA, recipe.parent)}"
     assert complaints(read_recipe(recipe)) == []
 
 
-@pytest.mark.parametrize(
+@table(
     "wrong",
     [
         "{sed: 1}",
@@ -64,7 +64,7 @@ def test_a_misspelt_key_and_a_value_out_of_range_do_not_fit(wrong: str) -> None:
     assert complaints(read_yaml(wrong, "here"))
 
 
-@pytest.mark.parametrize(
+@table(
     "right",
     [
         "{algorithm: gspo, warmup: true, environment: a.py:C}",
@@ -79,10 +79,6 @@ def test_short_forms_fit(right: str) -> None:
 
 def test_an_editor_shows_what_help_says() -> None:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    assert schema["$defs"]["Rollout"]["properties"]["top_p"] == {
-        "default": 1.0,
-        "description": "Nucleus sampling: keep the smallest set of tokens with this much probability.",
-        "exclusiveMinimum": 0,
-        "maximum": 1,
-        "type": "number",
-    }
+    top_p = schema["$defs"]["Rollout"]["properties"]["top_p"]
+    told = "Nucleus sampling: keep the smallest set of tokens with this much probability."
+    assert top_p == {"default": 1.0, "description": told, "exclusiveMinimum": 0, "maximum": 1, "type": "number"}

@@ -14,7 +14,6 @@ from fovea.config.loading import load_config
 from fovea.wiring.environment import make_environment
 from fovea_gym.errors import ConfigError, DataError
 from fovea_gym.making import make
-from fovea_gym.settings.environments import Geo3kEnvironment
 from gym_tests.tables import table
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "geo3k"
@@ -23,8 +22,7 @@ SHARED = Path(__file__).parents[3] / "shared" / "data" / "geo3k"
 def test_image_key_is_short_for_one_of_image_keys() -> None:
     given = ["environment.name=geo3k", "environment.train_files=[a]", "environment.test_files=[a]", "model.tiny={}"]
     config = load_config([], [*given, "environment.image_key=photo"])
-    assert isinstance(config.environment, Geo3kEnvironment)
-    assert config.environment.image_key == "photo"
+    assert config.environment.image_key == "photo"  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match=r"\benvironment\.image_keys\b"):
         load_config([], [*given, "environment.image_key=photo", "environment.image_keys=[photo]"])
 
@@ -32,27 +30,23 @@ def test_image_key_is_short_for_one_of_image_keys() -> None:
 @table(
     ("column", "message"),
     [
-        (
-            {"prompt_key": "text"},
-            "{}prompt_key: rows.jsonl has no column 'text'; its .*; set {}prompt_key",
-        ),
+        ({"prompt_key": "text"}, "{}prompt_key: rows.jsonl has no column 'text'; its .*; set {}prompt_key"),
         ({}, "{}train_files: no column is called .*; set {}prompt_key"),
         ({"train_files": ("no.jsonl",)}, "{}train_files: no such file no.jsonl"),
     ],
 )
 def test_an_error_of_rows_has_the_names_of_the_recipe_in_a_run_and_its_own_elsewhere(
-    column: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    column: dict[str, Any], message: str, in_tmp_path: None
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"a": 1, "b": 2}\n')
     settings: dict[str, Any] = {"train_files": ("rows.jsonl",), "test_files": ("rows.jsonl",), **column}
     config = load_config([], ["model.tiny={}", f"environment={json.dumps({'name': 'geo3k', **settings})}"])
-    for environment, section in (
-        (make_environment(config).environment, r"environment\."),
-        (make("geo3k", **settings), ""),
+    for tasks, section in (
+        (make_environment(config).environment.tasks, r"environment\."),
+        (make("geo3k", **settings).tasks, ""),
     ):
         with pytest.raises(DataError, match="^" + message.format(section, section)):
-            environment.tasks("train")
+            tasks("train")
 
 
 STREAMED = """

@@ -22,26 +22,24 @@ ROWS = [
     for colour in COLOURS
     for question in (
         row("What colour is the square?", colour, colour, question_type="attribute"),
-        row("How many squares are there?", 1, colour, question_type="counting"),
+        row("How many squares are there?", "1", colour, question_type="counting"),
         row("Is there a red square?", "yes" if colour == "red" else "no", colour, question_type="existence"),
         row('True? "It is blue."', "yes" if colour == "blue" else "no", colour, question_type="statement"),
     )
 ]
 
 
-def config_of(folder: Path, *overrides: str) -> Config:
+def test_the_recipe_runs_on_rows_of_this_test(tmp_path: Path) -> None:
+    path = files(tmp_path, ROWS)["train_files"][0]  # type: ignore[index]
     small = ["model.path=null", "model.tiny={}", "model.dtype=float32", "train.gradient_checkpointing=none"]
     small += ["max_steps=2", "rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"]
-    small += [f"run_dir={folder / 'run'}", "log.progress=false", "log.tensorboard=false"]
-    small += ["evaluate.image_controls=false"]
-    return load_config([RECIPE], [*small, *overrides])
-
-
-def test_the_recipe_runs_on_rows_of_this_test(tmp_path: Path) -> None:
-    settings = files(tmp_path, [{**one, "answer": str(one["answer"])} for one in ROWS])
-    path = settings["train_files"][0]  # type: ignore[index]
-    config = config_of(tmp_path, f"environment.train_files=[{path}]", f"environment.test_files=[{path}]")
-    summary = train(build(config))
+    small += [
+        f"run_dir={tmp_path / 'run'}",
+        "log={progress: false, tensorboard: false}",
+        "evaluate.image_controls=false",
+    ]
+    rows = [f"environment.train_files=[{path}]", f"environment.test_files=[{path}]"]
+    summary = train(build(load_config([RECIPE], [*small, *rows])))
     assert set(summary.final.accuracies) == {"attribute", "counting", "existence", "statement"}
     assert summary.steps == 2
 
@@ -54,8 +52,7 @@ def test_gold_answers_of_the_real_rows_score_full_marks(name: str, num_rows: int
     settings = {"name": "vqa", "train_files": [str(file)], "test_files": [str(file)], "dev_share": 0}
     settings |= {"kind_key": "question_type"}
     made = make_environment(Config.model_validate({"model": {"tiny": {}}, "environment": settings}))
-    environment = made.environment
-    tasks = environment.tasks("train")
+    environment, tasks = made.environment, made.environment.tasks("train")
     assert len(tasks) == num_rows
     assert set(kinds_of(tasks)) == {"attribute", "counting", "existence", "statement"}
     for task in tasks:

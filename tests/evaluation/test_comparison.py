@@ -24,10 +24,8 @@ KINDS = ["count", "colour", "count", "colour"]
 
 
 def row(index: int) -> TaskRow:
-    image_type = "photo" if index < 3 else "drawing"
-    return TaskRow(
-        id=f"test/{index}", index=index, kind=KINDS[index], question="q", truth=str(index), image_type=image_type
-    )
+    shown = {"question": "q", "truth": str(index), "image_type": "photo" if index < 3 else "drawing"}
+    return TaskRow(id=f"test/{index}", index=index, kind=KINDS[index], **shown)
 
 
 def answered(values: dict[int, float | Sequence[float]]) -> dict[str, AnsweredRow]:
@@ -58,18 +56,14 @@ def test_accuracies_are_by_kind_and_by_image_type() -> None:
     base, trained = target_metrics(results())
     assert (base.accuracy.mean, trained.accuracy.mean) == (0.5, 0.75)
     assert {kind: x.mean for kind, x in trained.by_kind.items()} == {"colour": 1.0, "count": 0.5}
-    assert {name: (x.mean, x.n) for name, x in trained.by_image_type.items()} == {
-        "drawing": (1.0, 1),
-        "photo": (pytest.approx(2 / 3), 3),
-    }
+    by_image_type = {name: (x.mean, x.n) for name, x in trained.by_image_type.items()}
+    assert by_image_type == {"drawing": (1.0, 1), "photo": (pytest.approx(2 / 3), 3)}
     assert (base.rows_skipped, trained.rows_skipped) == (0, 1)
 
 
 def test_targets_are_compared_with_the_first_in_pairs() -> None:
     base, trained = target_metrics(results())
-    assert base.versus_first is None
-    assert base.versus_first_by_kind == {}
-    assert trained.versus_first is not None
+    assert (base.versus_first, base.versus_first_by_kind) == (None, {})
     found = trained.versus_first
     assert (found.mean, found.better, found.worse) == (0.25, 1, 0)
     assert (found.low, found.high) == bootstrap_interval([0.0, 1.0, 0.0, 0.0])
@@ -78,10 +72,8 @@ def test_targets_are_compared_with_the_first_in_pairs() -> None:
 
 def test_sampled_answers_give_pass_at_k_and_a_vote() -> None:
     base, trained = target_metrics(results())
-    assert base.pass_at == {}
-    assert base.majority is None
+    assert (base.pass_at, base.majority) == ({}, None)
     assert {k: x.mean for k, x in trained.pass_at.items()} == {1: 3 / 8, 2: 0.5}
-    assert trained.majority is not None
     assert trained.majority.mean == 0.25, "of two answers that differ the first counts"
 
 
@@ -90,7 +82,6 @@ def test_what_a_control_loses_is_told_on_the_rows_it_has() -> None:
     base, trained = target_metrics(results())
     assert base.image_ablation is None
     ablation = trained.image_ablation
-    assert ablation is not None
     assert (ablation.true.mean, ablation.shuffled.mean, ablation.blank.mean) == (0.75, pytest.approx(1 / 3), 0.25)
     assert (ablation.lost_by_shuffling.mean, ablation.lost_by_shuffling.n) == (pytest.approx(1 / 3), 3)
     assert (ablation.lost_by_shuffling.better, ablation.lost_by_shuffling.worse) == (2, 1)
@@ -100,28 +91,22 @@ def test_what_a_control_loses_is_told_on_the_rows_it_has() -> None:
 def test_dependence_is_a_mean_over_the_rows_of_all_targets() -> None:
     base, trained = target_metrics(results())
     assert base.picture_dependence is None
-    assert trained.picture_dependence is not None
     shuffled, blank = trained.picture_dependence.shuffled, trained.picture_dependence.blank
     assert (shuffled.mean, shuffled.n, blank.mean, blank.n) == (0.75, 2, 0.75, 4)
 
 
-def test_tables_say_what_was_read_and_nothing_else() -> None:
-    console = Console(width=160, record=True, file=io.StringIO())
-    for table in tables(target_metrics(results()), "Accuracy of 4 rows"):
+def printed(found: EvalResults, width: int) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    for table in tables(target_metrics(found), "Accuracy of 4 rows"):
         console.print(table)
-    text = console.export_text()
-    for heading in (
-        "Accuracy of 4 rows",
-        "minus that of base",
-        "Mean reward",
-        "question type",
-        "image type",
-        "pass@2",
-        "Image ablation",
-        "Dependence on the picture: nats per token",
-    ):
+    return console.export_text()
+
+
+def test_tables_say_what_was_read_and_nothing_else() -> None:
+    text = printed(results(), 160)
+    headings = ("Accuracy of 4 rows", "minus that of base", "Mean reward", "question type", "image type", "pass@2")
+    for heading in (*headings, "Image ablation", "Dependence on the picture: nats per token", "+25.0"):
         assert heading in text, heading
-    assert "+25.0" in text
     plain = EvalResults(rows=results().rows, targets=results().targets[:1])
     assert len(tables(target_metrics(plain), "x")) == 4, "accuracy, question types, image types, rewards"
 
@@ -131,35 +116,27 @@ def test_tables_are_legible_at_80_columns() -> None:
     base, trained = results().targets
     long = replace(trained, name="runs/geometry-with-a-long-name/checkpoints/step-750")
     third = replace(trained, name="Qwen/Qwen3-VL-2B-Instruct")
-    console = Console(width=80, record=True, file=io.StringIO())
-    for table in tables(target_metrics(EvalResults(rows=results().rows, targets=(base, long, third))), "Accuracy"):
-        console.print(table)
-    lines = console.export_text().splitlines()
+    lines = printed(EvalResults(rows=results().rows, targets=(base, long, third)), 80).splitlines()
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if "…" in line]
     assert not [line for line in lines if line.count("[") != line.count("]")], "an interval is cut in two"
 
 
-def test_means_are_short_whatever_their_unit() -> None:
+def test_texts_are_short_whatever_their_unit() -> None:
     assert mean_text(Estimate(mean=0.5, low=0.3012, high=0.7, n=9)) == "0.5 [0.301, 0.7]"
     assert mean_text(Estimate(mean=1234.5, low=987.6, high=20015.2, n=9)) == "1,235 [988, 20,015]"
     assert mean_text(Estimate(mean=2.0, low=math.nan, high=math.nan, n=1)) == "2"
-
-
-def test_percent_texts() -> None:
     _, trained = target_metrics(results())
-    assert percent_text(trained.by_kind["colour"]) == "100.0 [34, 100]"
-    assert percent_text(trained.versus_first) == "+25.0 [+0.0, +75.0]"
-    assert percent_text(None) == ""
+    found = map(percent_text, (trained.by_kind["colour"], trained.versus_first, None))
+    assert list(found) == ["100.0 [34, 100]", "+25.0 [+0.0, +75.0]", ""]
 
 
 def test_json_holds_figures_and_every_answer(tmp_path: Path) -> None:
     path, both = tmp_path / "eval.json", results()
     write_json(path, both, target_metrics(both), {"split": "test"}, {"seed": 0})
     content = json.loads(path.read_text())
-    assert content["split"] == "test"
-    assert content["targets"][1]["accuracy"]["mean"] == 0.75
-    assert content["targets"][1]["pass_at"]["2"]["mean"] == 0.5
+    of_trained = content["targets"][1]
+    assert (content["split"], of_trained["accuracy"]["mean"], of_trained["pass_at"]["2"]["mean"]) == ("test", 0.75, 0.5)
     assert content["skipped"] == {"base": [], "trained": [{"index": 4, "reason": "row 4 has no image"}]}
     assert content["rows"][1]["truth"] == "1"
     trained = content["rows"][1]["answers"]["trained"]

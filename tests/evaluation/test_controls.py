@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -34,7 +35,10 @@ from fovea_gym.types import ImageRef, Message, Task
 from fovea_gym.utils.event_loop import wait_for
 from tests.environments.prompt_sources import opener, source_of
 from tests.fakes import BanditEngine
+from tests.records import completion_of
 from tests.tiny_models import renderer, tiny
+
+LIMITS: Any = {"max_prompt_tokens": 1000, "on_bad_row": "error", "cache_gib": 0.0}
 
 
 def test_shuffled_images_are_those_of_other_tasks_of_the_kind() -> None:
@@ -92,14 +96,11 @@ def test_rows_that_cannot_be_read_are_left_out_of_controls() -> None:
 
 
 def test_rows_whose_replies_alone_may_have_pictures_are_counted() -> None:
-    parts, said = tiny("qwen3_vl"), list[str]()
     settings = FrozenLakeEnvironment(side=3, moves=(2, 4), frozen_share=0.7, max_turns=6, test_size=4)
-    environment = BoardGame(settings, seed=0)
+    environment, said = BoardGame(settings, seed=0), list[str]()
     first, *others = environment.tasks("test")
     tasks = [first, *(replace(task, images=()) for task in others)]
-    source = PromptSource(
-        tasks, environment, renderer(parts), max_prompt_tokens=1000, on_bad_row="error", cache_gib=0.0
-    )
+    source = PromptSource(tasks, environment, renderer(tiny("qwen3_vl")), **LIMITS)
     assert pictured_tasks(source, 4, said.append) == [first]
     (line,) = said
     assert line.startswith("image controls: 3 of 4 rows are left out, since their tasks have no `images`")
@@ -116,16 +117,7 @@ class BestMoves(BanditEngine):
     async def generate(self, request: Request) -> list[Completion]:
         text = self._moves.get(request.prompt.images[-1].key, "Left")
         ids = self._tokenizer.encode(f"{text}{self._tokenizer.eos_token}", add_special_tokens=False)
-        return [
-            Completion(
-                id=f"{request.id}/0",
-                token_ids_T=np.array(ids),
-                logprobs_T=np.zeros(len(ids), dtype=np.float32),
-                text=text,
-                finish="stop",
-                version=0,
-            )
-        ]
+        return [completion_of(ids, id=f"{request.id}/0", text=text)]
 
 
 def best_moves(tasks: Sequence[Task], render: Renderer) -> dict[str, str]:
@@ -146,13 +138,10 @@ def test_controls_of_several_turns_show_no_true_picture_in_any_turn() -> None:
     settings = FrozenLakeEnvironment(side=3, moves=(2, 4), frozen_share=0.7, max_turns=6, test_size=24)
     environment, parts = BoardGame(settings, seed=0), tiny("qwen3_vl")
     render, tasks = renderer(parts), list(environment.tasks("test"))
-    source = PromptSource(tasks, environment, render, max_prompt_tokens=1000, on_bad_row="error", cache_gib=0.0)
+    source = PromptSource(tasks, environment, render, **LIMITS)
     player = BestMoves(best_moves(tasks, render), parts.processor.tokenizer)
-    evaluator = Evaluator(
-        EngineAnswers(player, environment, Grading(graders=environment.graders)),
-        greedy=Sampling(max_new_tokens=4, temperature=0),
-        batch_size=16,
-    )
+    answers = EngineAnswers(player, environment, Grading(graders=environment.graders))
+    evaluator = Evaluator(answers, greedy=Sampling(max_new_tokens=4, temperature=0), batch_size=16)
 
     def accuracies() -> list[float]:
         sources = (source, *image_controls(source, tasks, opener))

@@ -34,9 +34,8 @@ def test_dependence_is_that_of_transformers(row_tokens: int) -> None:
     # of different lengths; the last row has none, as that of a server
     rows = {f"test/{index}": answered(index, tuple(range(5, 5 + index))[::-1]) for index in range(1, ROWS)}
     rows["test/0"] = answered(0, ())
-    scores = partial(
-        answer_logprobs, VLM(parts.network, parts.processor.banned_ids), max_tokens=row_tokens, temperature=TEMPERATURE
-    )
+    vlm = VLM(parts.network, parts.processor.banned_ids)
+    scores = partial(answer_logprobs, vlm, max_tokens=row_tokens, temperature=TEMPERATURE)
     others = image_controls(source, list(source.tasks), opener)
     for other, found in zip(others, dependence(source, others, rows, scores), strict=True):
         assert set(found) == set(rows) - {"test/0"}

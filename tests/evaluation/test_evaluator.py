@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from fovea.data.prompt_source import PromptSource
 from fovea.evaluation.baselines import baseline_answers, majority_answers
 from fovea.evaluation.evaluator import EngineAnswers, Evaluator
+from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.types import Sampling
 from fovea_gym.environments.custom.grader import UserGrader
@@ -24,10 +26,16 @@ from gym_tests.bandit import BanditEnvironment, graded
 from tests.fakes import BanditEngine, BanditRenderer, bandit_run
 
 
-def test_accuracy_is_by_kind_over_every_row_once(tmp_path: Path) -> None:
-    """The table prefers "a" for every prompt: right for 4 of 16 rows, all of one kind."""
+@pytest.fixture
+def begun(tmp_path: Path) -> Run:
     run = bandit_run(tmp_path)
     wait_for(begin(run))
+    return run
+
+
+def test_accuracy_is_by_kind_over_every_row_once(begun: Run) -> None:
+    """The table prefers "a" for every prompt: right for 4 of 16 rows, all of one kind."""
+    run = begun
     run.policy.table[:, 0] = 5.0  # type: ignore[attr-defined]
     wait_for(run.weight_sync.sync(0))
     evaluation = wait_for(run.evaluator.evaluate(run.sources.test))
@@ -37,14 +45,12 @@ def test_accuracy_is_by_kind_over_every_row_once(tmp_path: Path) -> None:
     assert wait_for(run.evaluator.evaluate(run.sources.test, size=6)).num_rows == 6
 
 
-def test_sampled_answers_are_seeded_and_differ_from_batch_to_batch(tmp_path: Path) -> None:
+def test_sampled_answers_are_seeded_and_differ_from_batch_to_batch(begun: Run) -> None:
     """A table without preferences: four answers are equally likely for all of 16 rows, in batches of 5."""
-    run = bandit_run(tmp_path)
-    wait_for(begin(run))
     sampling = Sampling(max_new_tokens=1, temperature=1.0)
 
     def texts(seed: int) -> list[str]:
-        rows = wait_for(run.evaluator.answers(run.sources.test, sampling=sampling, n=8, seed=seed))
+        rows = wait_for(begun.evaluator.answers(begun.sources.test, sampling=sampling, n=8, seed=seed))
         assert [row.index for row in rows] == list(range(16))
         return ["".join(answer.text for answer in row.answers) for row in rows]
 
@@ -69,46 +75,39 @@ class Gaps(Sequence[Task]):
         return self._tasks[index]
 
 
-def source_of(tasks: Sequence[Task]) -> PromptSource:
-    return PromptSource(
-        tasks, BanditEnvironment(), BanditRenderer(), max_prompt_tokens=10, on_bad_row="skip", cache_gib=0.0
-    )
+TEST = BanditEnvironment().tasks("test")
 
 
-def test_bad_rows_are_left_out_and_the_others_keep_their_place(tmp_path: Path) -> None:
-    run = bandit_run(tmp_path)
-    wait_for(begin(run))
+def source_of(tasks: Sequence[Task] = TEST) -> PromptSource:
+    limits: Any = {"max_prompt_tokens": 10, "on_bad_row": "skip", "cache_gib": 0.0}
+    return PromptSource(tasks, BanditEnvironment(), BanditRenderer(), **limits)
+
+
+def test_bad_rows_are_left_out_and_the_others_keep_their_place(begun: Run) -> None:
     source = source_of(Gaps(BanditEnvironment().tasks("test")))
-    rows = wait_for(run.evaluator.answers(source, 9))
+    rows = wait_for(begun.evaluator.answers(source, 9))
     assert [(row.index, row.id) for row in rows] == [(i, f"test/{i}") for i in (1, 2, 4, 5, 7, 8)]
     assert sorted(source.bad_rows) == [0, 3, 6]
-
-
-def test_rows_of_one_id_keep_their_places(tmp_path: Path) -> None:
-    """Which a user's environment that makes rows on access may have: `fovea eval`, which joins by id, refuses them."""
-    run = bandit_run(tmp_path)
-    wait_for(begin(run))
+    # those of one id, which a user's environment that makes rows on access may have; `fovea eval` refuses them
     tasks = [replace(task, id="same") for task in BanditEnvironment().tasks("test")]
-    assert [row.index for row in wait_for(run.evaluator.answers(source_of(tasks)))] == list(range(16))
+    assert [row.index for row in wait_for(begun.evaluator.answers(source_of(tasks)))] == list(range(16))
 
 
 def test_the_majority_is_by_kind() -> None:
     """Even rows are of kind 0, where b is made the most frequent; kinds unknown to training get the overall one."""
     environment = BanditEnvironment()
-    answers = {"kind 0": "bba", "kind 1": "cccd"}
     train = [
         Task(id=f"{kind}/{index}", question=answer, answer=answer, kind=kind)
-        for kind, of_kind in answers.items()
+        for kind, of_kind in {"kind 0": "bba", "kind 1": "cccd"}.items()
         for index, answer in enumerate(of_kind)
     ]
     say = majority_answers(environment, train)
     test = environment.tasks("test")
     assert (say(test[0]), say(test[1])) == ("b", "c")
     assert say(Task(id="x", question="a", answer="a", kind="new")) == "c"
-    found = wait_for(baseline_answers(environment, graded(environment), source_of(test), None, say))
-    right = {row.index for row in found if row.answers[0].accuracy == 1}
+    found = wait_for(baseline_answers(environment, graded(environment), source_of(), None, say))
     # test rows ask a b c d in turn, the kinds 0 1 0 1: b stands at odd rows only, c at even ones
-    assert right == set()
+    assert {row.index for row in found if row.answers[0].accuracy == 1} == set()
     with pytest.raises(DataError, match="no training row can be read"):
         majority_answers(environment, Gaps(train[:1]))
 
@@ -123,16 +122,13 @@ def test_gold_answers_are_right_and_bad_rows_are_counted() -> None:
 
 
 def evaluator_of(
-    scores: BanditEnvironment,
-    on_unscored: Callable[[str], None] = lambda _: None,
-    engine: BanditEngine | None = None,
+    scores: BanditEnvironment, on_unscored: Callable[[str], None] = lambda _: None, engine: BanditEngine | None = None
 ) -> Evaluator:
     """An evaluator of an engine that answers c to everything, scored by another environment."""
     engine = engine or BanditEngine()
     engine.table, engine.version = np.array([[0.0, 0.0, 9.0, 0.0]] * 4), 0
     greedy = Sampling(max_new_tokens=1, temperature=0.0)
-    environment, grading = BanditEnvironment(), graded(scores)
-    model = EngineAnswers(engine, environment, grading)
+    model = EngineAnswers(engine, BanditEnvironment(), graded(scores))
     return Evaluator(model, greedy=greedy, batch_size=3, on_unscored=on_unscored)
 
 
@@ -144,53 +140,48 @@ def test_an_engines_images_are_forgotten_after_every_chunk() -> None:
             self.forgotten += 1
 
     engine = Remote()
-    wait_for(evaluator_of(BanditEnvironment(), engine=engine).answers(source_of(BanditEnvironment().tasks("test")), 10))
+    wait_for(evaluator_of(BanditEnvironment(), engine=engine).answers(source_of(), 10))
     assert engine.forgotten == 4, "10 rows by 3"
 
 
-class Waits:
+def waiting(*, breaks: bool = False) -> Grading:
     """Scores four answers at once, and waits until there are four."""
+    barrier = threading.Barrier(4)
 
-    def __init__(self, *, breaks: bool = False) -> None:
-        self._barrier = threading.Barrier(4)
-        self._breaks = breaks
-
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        self._barrier.wait(timeout=20)
-        if self._breaks:
+    def score(task: Task, turns: Sequence[Turn]) -> Score:
+        barrier.wait(timeout=20)
+        if breaks:
             raise RuntimeError("away")
         return BanditEnvironment().score(task, turns)
 
-
-def waiting(*, breaks: bool = False) -> Grading:
-    grader = UserGrader(Waits(breaks=breaks).score, CallThreads("waits"))
-    return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="waits", calls_at_once=4, timeout_seconds=30)))
+    limits = CallLimits(name="waits", calls_at_once=4, timeout_seconds=30)
+    return Grading(graders=(UserGrader(score, CallThreads("waits")),), calls=LimitedCalls(limits))
 
 
 def test_a_baseline_is_scored_by_as_many_calls_as_a_rollout() -> None:
     environment = BanditEnvironment()
-    found = wait_for(
-        baseline_answers(environment, waiting(), source_of(environment.tasks("test")), 8, environment.target)
-    )
+    found = wait_for(baseline_answers(environment, waiting(), source_of(), 8, environment.target))
     assert [row.index for row in found] == list(range(8))
     with pytest.raises(ScoreError, match=r"^test/0: waits raised RuntimeError: away"):
-        wait_for(
-            baseline_answers(
-                environment, waiting(breaks=True), source_of(environment.tasks("test")), 4, environment.target
-            )
-        )
+        wait_for(baseline_answers(environment, waiting(breaks=True), source_of(), 4, environment.target))
+
+
+class Unscored(BanditEnvironment):
+    """Gives no score to tasks whose ids end so."""
+
+    def __init__(self, end: str) -> None:
+        self._end = end
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        if task.id.endswith(self._end):
+            raise UnscoredError("away")
+        return super().score(task, turns)
 
 
 def test_rows_without_a_score_are_left_out_and_counted() -> None:
-    class SomeUnscored(BanditEnvironment):
-        def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-            if task.id.endswith("3"):
-                raise UnscoredError("away")
-            return super().score(task, turns)
 
     noted: list[str] = []
-    evaluator = evaluator_of(SomeUnscored(), noted.append)
-    source = source_of(BanditEnvironment().tasks("test"))
+    evaluator, source = evaluator_of(Unscored("3"), noted.append), source_of()
     evaluation = wait_for(evaluator.evaluate(source, 10))
     assert (evaluation.num_rows, evaluation.num_unscored) == (9, 1)
     assert noted == ["test/3: away"]
@@ -199,12 +190,6 @@ def test_rows_without_a_score_are_left_out_and_counted() -> None:
     assert evaluation.accuracy == sum(row.answers[0].accuracy for row in kept) / 9
     with pytest.raises(UnscoredError, match=r"^test/3: away"):
         wait_for(evaluator.answers(source, 10))
-
-
-def test_an_evaluation_in_which_nothing_is_scored_is_an_error() -> None:
-    class Unscored(BanditEnvironment):
-        def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-            raise UnscoredError("away")
-
+    # an evaluation in which nothing is scored
     with pytest.raises(ScoreError, match=r"none of the 10 held-out rows could be scored; the last one: test/9: away"):
-        wait_for(evaluator_of(Unscored()).evaluate(source_of(BanditEnvironment().tasks("test")), 10))
+        wait_for(evaluator_of(Unscored("")).evaluate(source_of(), 10))

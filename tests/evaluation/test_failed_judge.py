@@ -64,15 +64,12 @@ def test_a_run_leaves_the_row_out_of_its_readings(tmp_path: Path, endpoint: Endp
     """The first call is about a test row, before training; the judge is a part of another environment's reward."""
     judge = {"url": endpoint.url, "model": "m", "max_concurrency": 1, "on_failure": "drop"}
     settings: dict[str, Any] = {
-        "run_dir": str(tmp_path / "run"),
-        "max_steps": 1,
+        **{"run_dir": str(tmp_path / "run"), "max_steps": 1, "parity": {"prompts": 0}},
         "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "vocabulary_size": 300}},
         "environment": {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 4},
-        "model_reward": {"judge": 0.5},
-        "judge": judge,
+        **{"model_reward": {"judge": 0.5}, "judge": judge},
         "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
         "evaluate": {"image_controls": False, "shared_images": "ignore"},
-        "parity": {"prompts": 0},
         "log": {"tensorboard": False, "progress": False},
     }
     summary = train(build(Config.model_validate(settings)))

@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 from gym_tests.bandit import BanditEnvironment, graded
+from gym_tests.tables import table
 from tests.fakes import BanditEngine, BanditRenderer, bandit_run
 
 PARIS = LatLon(48.8566, 2.3522)
@@ -41,10 +43,8 @@ class Kilometres(BanditEnvironment):
     """Half of the answers have a distance, one thousand times the task's number; images are photos or maps in turn."""
 
     def tasks(self, split: str) -> list[Task]:
-        return [
-            Task(id=t.id, question=t.question, answer=t.answer, kind=t.kind, row={"image": ("photo", "map")[n % 2]})
-            for n, t in enumerate(super().tasks(split))
-        ]
+        tasks = enumerate(super().tasks(split))
+        return [replace(task, row={"image": ("photo", "map")[n % 2]}) for n, task in tasks]
 
     def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         right, number = float(turns[-1].text == task.answer), int(task.id.partition("/")[2])
@@ -55,20 +55,13 @@ class Kilometres(BanditEnvironment):
 def evaluation_of(key: str | None = "image", rows: list[Any] | None = None) -> Evaluation:
     environment, engine = Kilometres(), BanditEngine()
     engine.table, engine.version = np.zeros((4, 4)), 0
-    evaluator = Evaluator(
+    answers, greedy = (
         EngineAnswers(engine, environment, graded(environment)),
-        greedy=Sampling(max_new_tokens=1, temperature=0.0),
-        batch_size=3,
-        image_type_key=key,
+        Sampling(max_new_tokens=1, temperature=0.0),
     )
-    source = PromptSource(
-        environment.tasks("dev"),
-        environment,
-        BanditRenderer(),
-        max_prompt_tokens=10,
-        on_bad_row="error",
-        cache_gib=0.0,
-    )
+    evaluator = Evaluator(answers, greedy=greedy, batch_size=3, image_type_key=key)
+    limits: Any = {"max_prompt_tokens": 10, "on_bad_row": "error", "cache_gib": 0.0}
+    source = PromptSource(environment.tasks("dev"), environment, BanditRenderer(), **limits)
     return wait_for(evaluator.evaluate(source, None, (rows if rows is not None else []).extend))
 
 
@@ -77,14 +70,11 @@ def test_an_evaluation_keeps_rewards_parts_and_image_types() -> None:
     rows: list[Any] = []
     figures = figures_of(evaluation_of(rows=rows))
     assert (figures.accuracy.mean, figures.accuracy.n) == (0.25, 16)
-    assert {name: (value.mean, value.n) for name, value in figures.by_image_type.items()} == {
-        "map": (0.0, 8),
-        "photo": (0.5, 8),
-    }
-    assert figures.reward is not None
-    assert figures.reward.mean == 0.375
-    assert (figures.parts["country"].mean, figures.parts["country"].n) == (0.25, 16)
-    assert (figures.parts["distance_km"].mean, figures.parts["distance_km"].n) == (8000.0, 8)
+    by_image_type = {name: (value.mean, value.n) for name, value in figures.by_image_type.items()}
+    assert by_image_type == {"map": (0.0, 8), "photo": (0.5, 8)}
+    assert figures.reward.mean == 0.375  # type: ignore[union-attr]
+    parts = {name: (part.mean, part.n) for name, part in figures.parts.items()}
+    assert parts == {"country": (0.25, 16), "distance_km": (8000.0, 8)}
     assert [(row.id, row.truth, row.image_type) for row in rows[:2]] == [("dev/0", "a", "photo"), ("dev/1", "b", "map")]
     with pytest.raises(ConfigError, match=r"evaluate.image_type_key=kind, but dev/0 has no such key, only image"):
         evaluation_of(key="kind")
@@ -92,10 +82,8 @@ def test_an_evaluation_keeps_rewards_parts_and_image_types() -> None:
 
 def test_dev_metrics_hold_every_figure_with_its_interval() -> None:
     metrics = dev_metrics(evaluation_of())
-    assert metrics["accuracy/dev"] == 0.25
-    assert metrics["dev/reward"] == 0.375
-    assert metrics["dev/reward/distance_km"] == 8000
-    assert metrics["dev/accuracy/photo"] == 0.5
+    read = ("accuracy/dev", "dev/reward", "dev/reward/distance_km", "dev/accuracy/photo")
+    assert [metrics[name] for name in read] == [0.25, 0.375, 8000, 0.5]
     for name in ("accuracy", "reward", "reward/country", "reward/distance_km", "accuracy/photo"):
         value = metrics["accuracy/dev" if name == "accuracy" else f"dev/{name}"]
         assert metrics[f"dev_low/{name}"] < value < metrics[f"dev_high/{name}"]
@@ -113,7 +101,7 @@ def test_intervals_are_wilsons_for_shares_and_normal_for_means() -> None:
     assert math.isnan(mean_estimate([0.5]).low)
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "parts"),
     [
         ("Latitude: 48.8566\nLongitude: 2.3522", {"distance_km": 0.0} | dict.fromkeys("01234", 1.0)),
@@ -140,27 +128,20 @@ def test_a_run_keeps_its_answers_and_its_figures(tmp_path: Path) -> None:
     (reading,) = [row for row in read_metrics(tmp_path) if row["step"] == 10]
     assert reading["accuracy/dev"] == reading["dev/reward"] == sum(line["answers"][0]["reward"] for line in lines) / 4
     test = read_summary(tmp_path / "summary.json")["test"]
-    assert test["before"] is not None
-    assert test["before"].accuracy.n == test["final"].parts["answer"].n == 6
-    final = test["final"].reward
-    assert final is not None
-    assert final.low <= final.mean
+    assert test["before"].accuracy.n == test["final"].parts["answer"].n == 6  # type: ignore[union-attr]
+    assert test["final"].reward.low <= test["final"].reward.mean  # type: ignore[union-attr]
 
 
 def test_the_first_table_can_be_left_out(tmp_path: Path) -> None:
     run = bandit_run(tmp_path, max_steps=1, evaluate={"before_training": False, "shared_images": "ignore"})
-    state = wait_for(begin(run))
-    assert state.before is None
+    assert wait_for(begin(run)).before is None
     assert not (tmp_path / "answers").exists()
 
 
 def test_test_rows_are_read_by_no_reading_that_steers(tmp_path: Path) -> None:
     """With the tables off, a run to its last step asks only for dev rows."""
-    run = bandit_run(
-        tmp_path,
-        max_steps=4,
-        evaluate={"every_steps": 1, "before_training": False, "shared_images": "ignore", "image_controls": False},
-    )
+    evaluate = {"every_steps": 1, "before_training": False, "shared_images": "ignore", "image_controls": False}
+    run = bandit_run(tmp_path, max_steps=4, evaluate=evaluate)
     opened: list[str] = []
     prompt = run.environment.prompt
     run.environment.prompt = lambda task: opened.append(task.id.partition("/")[0]) or prompt(task)  # type: ignore[method-assign,func-returns-value]
@@ -181,19 +162,18 @@ def test_test_rows_are_read_by_no_reading_that_steers(tmp_path: Path) -> None:
 def test_summary_tables_fit_80_columns(tmp_path: Path) -> None:
     summary = train(bandit_run(tmp_path, max_steps=2, evaluate={"shared_images": "ignore", "image_controls": False}))
     console = Console(width=80, record=True, quiet=False, file=(tmp_path / "out").open("w"))
-    for table in tables_of(summary):
-        console.print(table)
+    for each in tables_of(summary):
+        console.print(each)
     text = console.export_text()
     assert "Reward and its parts" in text
     assert "…" not in text
 
 
 def test_a_tie_is_rounded_up_in_every_unit() -> None:
-    """Formatting by itself gives 33.2 and 56.2, and 0.562."""
-    share = share_estimate(266 / 800, 800)
-    assert (percent_text(share).split()[0], mean_text(share).split()[0]) == ("33.3", "0.333")
-    share = share_estimate(9 / 16, 16)
-    assert (percent_text(share).split()[0], mean_text(share).split()[0]) == ("56.3", "0.563")
+    for share, n, text in ((266 / 800, 800, "33.3"), (9 / 16, 16, "56.3")):
+        estimate = share_estimate(share, n)
+        texts = percent_text(estimate).split()[0], mean_text(estimate).split()[0]
+        assert texts == (text, f"0.{text.replace('.', '')}")
 
 
 def test_a_figure_that_repeats_an_earlier_one_shares_its_label() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,32 +24,33 @@ from tests.environments.prompt_sources import opener, source_of
 
 
 def search(
-    test: PromptSource, train: PromptSource, sample_rows: int | None = None, said: list[str] | None = None
+    test: PromptSource,
+    train: PromptSource,
+    sample_rows: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    open_image: Callable[[ImageRef], Image.Image] = opener,
 ) -> SharedImages:
-    said = [] if said is None else said
-    return find_shared_images(
-        test, train, lambda ref: pixel_hash(opener(ref)), sample_rows=sample_rows, say=said.append
-    )
+    return find_shared_images(test, train, lambda ref: pixel_hash(open_image(ref)), sample_rows=sample_rows, say=say)
 
 
 def count(test: PromptSource, train: PromptSource) -> int:
     return search(test, train).shared
 
 
-def grey(number: int, value: int) -> Task:
-    return Task(
-        id=str(number), question="q", answer="a", images=(ImageRef(source=np.full((4, 4, 3), value, dtype=np.uint8)),)
-    )
+def grey(number: int, *values: int) -> Task:
+    """A task with a picture of one grey value each."""
+    pictures = tuple(ImageRef(source=np.full((4, 4, 3), value, dtype=np.uint8)) for value in values)
+    return Task(id=str(number), question="q", answer="a", images=pictures)
 
 
 def test_shared_images_are_found_pixel_for_pixel() -> None:
-    def task(*values: int) -> Task:
-        refs = tuple(ImageRef(source=np.full((4, 4, 3), value, dtype=np.uint8)) for value in values)
-        return Task(id="0", question="q", answer="a", images=refs)
-
-    test = source_of([task(1), task(2), task(3, 4), task()])
-    for train, shared in (([task(9), task(4, 8)], 1), ([task(1, 2), task(3)], 3), ([task(5)], 0)):
-        assert count(test, source_of(train)) == shared
+    test = source_of([grey(0, *values) for values in ((1,), (2,), (3, 4), ())])
+    for train, shared in (([(9,), (4, 8)], 1), ([(1, 2), (3,)], 3), ([(5,)], 0)):
+        assert count(test, source_of([grey(0, *values) for values in train])) == shared
+    # an image of another shape is another image
+    wide, tall = (ImageRef(source=np.zeros(shape, dtype=np.uint8)) for shape in ((2, 8, 3), (8, 2, 3)))
+    tasks = [Task(id="0", question="q", answer="a", images=(ref,)) for ref in (wide, tall)]
+    assert count(source_of(tasks[:1]), source_of(tasks[1:])) == 0
 
 
 def test_a_sample_says_its_share_and_looks_at_nothing_else() -> None:
@@ -63,13 +64,11 @@ def test_a_sample_says_its_share_and_looks_at_nothing_else() -> None:
     train = Counted(grey(number, number) for number in range(200))
     test = [grey(number, number) for number in range(50)]
     said: list[str] = []
-    found = search(source_of(test), source_of(train), 50, said)
+    found = search(source_of(test), source_of(train), 50, said.append)
     assert train.read == 50
     assert 0 < found.shared < 50
-    assert str(found) == (
-        f"{found.shared} test rows have an image that a training row has too (searched: all 50 test rows, 50 of 200 "
-        "(25 %) training rows)"
-    )
+    searched = "searched: all 50 test rows, 50 of 200 (25 %) training rows"
+    assert str(found) == f"{found.shared} test rows have an image that a training row has too ({searched})"
     assert said[0] == "looking for test images in the training split: 0 of 50 test rows"
     assert "looking for test images in the training split: 16 of 50 training rows" in said
     assert search(source_of(test), source_of(train), 50) == found, "the same sample every time"
@@ -100,27 +99,21 @@ def test_slow_images_cut_a_sample_short(monkeypatch: pytest.MonkeyPatch) -> None
 def test_bad_rows_are_left_for_the_run_to_find() -> None:
     tasks = [grey(0, 7), Task(id="1", question="q", answer="a", images=(ImageRef(source="nowhere.png"),))]
     source, careful = source_of(tasks), ImageOpener(max_image_mib=1, max_image_megapixels=1)
-    found = find_shared_images(
-        source, source_of(tasks), lambda ref: pixel_hash(careful(ref)), sample_rows=None, say=lambda _: None
-    )
-    assert found.shared == 1
+    assert search(source, source_of(tasks), open_image=careful).shared == 1
     assert not source.bad_rows
 
 
-class Counting:
-    def __init__(self) -> None:
-        self.opened: list[object] = []
-        self._open = ImageOpener(max_image_mib=1, max_image_megapixels=1)
-
-    def __call__(self, ref: ImageRef) -> Image.Image:
-        self.opened.append(ref.source)
-        return self._open(ref)
-
-
 def hashes(folder: Path, refs: Sequence[ImageRef], salt: str = "") -> tuple[list[bytes], int]:
-    counting = Counting()
-    with pixel_hashes(folder, counting, salt) as of:
-        return [of(ref) for ref in refs], len(counting.opened)
+    """The hashes of pictures, and how many of these were opened for them."""
+    opened: list[object] = []
+    plain = ImageOpener(max_image_mib=1, max_image_megapixels=1)
+
+    def noted(ref: ImageRef) -> Image.Image:
+        opened.append(ref.source)
+        return plain(ref)
+
+    with pixel_hashes(folder, noted, salt) as of:
+        return [of(ref) for ref in refs], len(opened)
 
 
 def test_hashes_are_kept_between_runs_by_content(tmp_path: Path) -> None:
@@ -140,12 +133,6 @@ def test_a_cache_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "pixel_hashes.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(DataError, match=r"pixel_hashes\.sqlite cannot be used .* delete it, or set data\.cache_dir"):
         hashes(tmp_path, [ImageRef(source=b"x")])
-
-
-def test_an_image_of_another_shape_is_another_image() -> None:
-    wide, tall = (ImageRef(source=np.zeros(shape, dtype=np.uint8)) for shape in ((2, 8, 3), (8, 2, 3)))
-    tasks = [Task(id="0", question="q", answer="a", images=(ref,)) for ref in (wide, tall)]
-    assert count(source_of(tasks[:1]), source_of(tasks[1:])) == 0
 
 
 def test_shapes_share_no_image_across_splits() -> None:

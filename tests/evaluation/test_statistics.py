@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fovea.evaluation.records import RecordedEpisode
 from fovea.evaluation.statistics import (
     best_of,
     bootstrap_interval,
@@ -21,11 +20,8 @@ from fovea.evaluation.statistics import (
     vote,
 )
 from fovea_gym.benchmarks.estimates import estimate, mean_estimate, wilson_interval
+from gym_tests.tables import table
 from tests.records import said
-
-
-def all_said(*texts: str, accuracy: float = 0.0) -> list[RecordedEpisode]:
-    return [said(text, accuracy=accuracy) for text in texts]
 
 
 def binomial_quantile(n: int, p: float, level: float) -> int:
@@ -59,14 +55,14 @@ def test_intervals_are_seeded() -> None:
     assert all(math.isnan(x) for x in bootstrap_interval([]))
 
 
-@pytest.mark.parametrize("values", [[0.0] * 16, [1.0] * 16, [1.0, 0.0, 1.0, 1.0], [0.5] * 16, [0.5]])
+@table("values", [[0.0] * 16, [1.0] * 16, [1.0, 0.0, 1.0, 1.0], [0.5] * 16, [0.5]])
 def test_an_estimate_of_shares_and_of_equal_values_is_wilsons(values: list[float]) -> None:
     found, mean = estimate(values), sum(values) / len(values)
     assert found.mean == pytest.approx(mean)
     assert (found.low, found.high) == pytest.approx(wilson_interval(mean, len(values)))
 
 
-@pytest.mark.parametrize("n", [1, 2, 16, 150, 800, 1319])
+@table("n", [1, 2, 16, 150, 800, 1319])
 def test_a_bound_of_none_or_all_is_exact(n: int) -> None:
     assert wilson_interval(0.0, n)[0] == 0.0
     assert wilson_interval(1.0, n)[1] == 1.0
@@ -105,9 +101,7 @@ def test_an_interval_of_partial_credits_covers_their_mean_as_often_as_it_says(po
 def test_pairs_that_move_together_leave_a_small_difference() -> None:
     """Two targets at 50 % that differ on 2 of 100 rows, once each way and once more for the second."""
     first = [1.0, 0.0] * 50
-    second = [1.0, 1.0, *first[2:]]
-    second[3] = 1.0
-    second[4] = 0.0
+    second = [1.0, 1.0, first[2], 1.0, 0.0, *first[5:]]
     found = paired_difference(first, second)
     assert (found.mean, found.better, found.worse, found.n) == (0.01, 2, 1, 100)
     # d is +1 twice, -1 once: the deviation of its mean is sqrt(3 / 100 - 0.01^2) / 10
@@ -130,6 +124,7 @@ def test_the_best_of_many_answers_and_of_too_few() -> None:
     assert best_of(512, [1.0] * 1030) == best_of(1024, [0.0] + [1.0] * 2047) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="the best of 6 answers cannot be estimated from 5"):
         best_of(6, [0] * 5)
+    assert [budgets(n) for n in (0, 1, 4, 6)] == [[], [1], [1, 2, 4], [1, 2, 4, 6]]
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=7), st.data())
@@ -146,20 +141,15 @@ def test_pass_at_k_is_chens(n: int, data: st.DataObject) -> None:
     assert best_of(k, [1.0] * right + [0.0] * (n - right)) == pytest.approx(chen)
 
 
-def test_budgets() -> None:
-    assert [budgets(n) for n in (0, 1, 4, 6)] == [[], [1], [1, 2, 4], [1, 2, 4, 6]]
-
-
 def test_the_majority_is_by_box_and_a_tie_goes_to_the_first() -> None:
-    answers = all_said(r"so \boxed{12}", r"\boxed{7}", r"\boxed{ 12 }", "7")
-    assert majority(answers).text == r"so \boxed{12}"
-    assert majority(all_said("red", "Blue", "blue ")).text == "Blue"
-    assert majority(all_said("c", "b", "a")).text == "c"
+    for texts, text in (
+        ((r"so \boxed{12}", r"\boxed{7}", r"\boxed{ 12 }", "7"), r"so \boxed{12}"),
+        (("red", "Blue", "blue "), "Blue"),
+        (("c", "b", "a"), "c"),
+        # equal answers are one
+        ((r"\boxed{3}", r"\boxed{0.5}", r"\boxed{3.0}", r"\boxed{\frac12}", r"\boxed{x = 1/2}"), r"\boxed{0.5}"),
+        (("Yes.", "no", "no", "yes", r"\text{Yes}"), "Yes."),
+        (("12 cm", "12 m", "12 m", "12 mm"), "12 m"),
+    ):
+        assert majority([said(each) for each in texts]).text == text
     assert vote(r"\boxed{A \frac{1}{2}}") == r"a \frac{1}{2}"
-
-
-def test_equal_answers_are_one_in_the_vote() -> None:
-    answers = all_said(r"\boxed{3}", r"\boxed{0.5}", r"\boxed{3.0}", r"\boxed{\frac12}", r"\boxed{x = 1/2}")
-    assert majority(answers).text == r"\boxed{0.5}"
-    assert majority(all_said("Yes.", "no", "no", "yes", r"\text{Yes}")).text == "Yes."
-    assert majority(all_said("12 cm", "12 m", "12 m", "12 mm")).text == "12 m"

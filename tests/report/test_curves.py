@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import math
 from pathlib import Path
 
@@ -19,15 +21,10 @@ def test_points_of_a_long_curve_are_means_with_their_range() -> None:
     curve = downsampled(np.arange(1.0, 8.0), np.array([1.0, 3.0, 2.0, 4.0, 9.0, 0.0, 5.0]), 3)
     assert curve.steps_B.tolist() == [1.5, 3.5, 6.0], "two, two and three steps"
     assert curve.means_B.tolist() == pytest.approx([2.0, 3.0, 14 / 3])
-    assert curve.lows_B.tolist() == [1.0, 2.0, 0.0]
-    assert curve.highs_B.tolist() == [3.0, 4.0, 9.0]
-
-
-def test_a_long_curve_keeps_its_mean() -> None:
+    assert (curve.lows_B.tolist(), curve.highs_B.tolist()) == ([1.0, 2.0, 0.0], [3.0, 4.0, 9.0])
     values = np.random.default_rng(0).normal(size=MAX_POINTS * 8)
     curve = downsampled(np.arange(len(values)) + 1.0, values, MAX_POINTS)
-    assert len(curve.means_B) == MAX_POINTS
-    assert curve.means_B.mean() == pytest.approx(values.mean())
+    assert (len(curve.means_B), curve.means_B.mean()) == (MAX_POINTS, pytest.approx(values.mean()))
     assert (curve.lows_B.min(), curve.highs_B.max()) == (values.min(), values.max())
 
 
@@ -50,11 +47,7 @@ def test_a_resumed_run_drops_what_it_takes_again(tmp_path: Path) -> None:
     curves.refresh()
     JsonlSink(tmp_path, resume_step=1).write(2, {"reward": 7.0})
     curves.refresh()
-    assert curves.curve("reward").means_B.tolist() == [1.0, 7.0]
-    assert curves.last_step == 2
-
-
-def test_a_line_of_another_kind_is_named(tmp_path: Path) -> None:
+    assert (curves.curve("reward").means_B.tolist(), curves.last_step) == ([1.0, 7.0], 2)
     (tmp_path / "metrics.jsonl").write_text("oops\n")
     with pytest.raises(DataError, match=r"metrics\.jsonl line 1 is 'oops'"):
         Curves(tmp_path).refresh()

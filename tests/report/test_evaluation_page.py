@@ -6,6 +6,7 @@ import base64
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -24,37 +25,24 @@ RED = Image.new("RGB", (48, 48), (200, 30, 30))
 def answers_of(target: str, rights: list[float], text: str = "said", is_model: bool = True) -> TargetAnswers:
     again = RecordedMessage(role="user", parts=(f"{text} again",))
     turns = (RecordedTurn(text="closer"), RecordedTurn(messages=(again,), text=text))
-    greedy = {
-        f"test/{i}": AnsweredRow(
-            id=f"test/{i}",
-            index=i,
-            kind="k",
-            answers=(said(text, reward=x, accuracy=x, parts={text: x}, turns=turns),),
-        )
-        for i, x in enumerate(rights)
-    }
+    greedy = {}
+    for i, x in enumerate(rights):
+        answer = said(text, reward=x, accuracy=x, parts={text: x}, turns=turns)
+        greedy[f"test/{i}"] = AnsweredRow(id=f"test/{i}", index=i, kind="k", answers=(answer,))
     return TargetAnswers(name=target, greedy=greedy, samples=greedy, shuffled=greedy, blank=greedy, is_model=is_model)
 
 
 def rows(n: int, text: str = "How many?") -> tuple[TaskRow, ...]:
-    return tuple(
-        TaskRow(id=f"test/{i}", index=i, kind=f"{text} {i % 2}", question=text, truth=text, image_type=text)
-        for i in range(n)
-    )
+    fields = {"question": text, "truth": text, "image_type": text}
+    return tuple(TaskRow(id=f"test/{i}", index=i, kind=f"{text} {i % 2}", **fields) for i in range(n))
 
 
 def write(folder: Path, text: str) -> Path:
     targets = (answers_of(f"{text} one", [1, 0, 1, 0], text), answers_of(f"{text} two", [1, 1, 0, 0], text))
     results = EvalResults(rows=rows(4, text), targets=targets)
     folder.mkdir()
-    return write_evaluation(
-        folder / "page.html",
-        results,
-        target_metrics(results),
-        title=text,
-        images_of=lambda _: [RED],
-        settings=f"note: {json.dumps(text)}",
-    )
+    shown: dict[str, Any] = {"title": text, "images_of": lambda _: [RED], "settings": f"note: {json.dumps(text)}"}
+    return write_evaluation(folder / "page.html", results, target_metrics(results), **shown)
 
 
 def test_figures_answers_and_pictures(tmp_path: Path) -> None:
@@ -116,9 +104,8 @@ def test_targets_stand_beside_each_other_in_a_browser(tmp_path: Path) -> None:
         assert browser.evaluate("document.querySelectorAll('.figures-table svg .to').length") > 0
         browser.press("e")
         browser.wait_for("document.querySelectorAll('.held-out').length === 4")
-        browser.wait_for(
-            "[...document.images].length === 4 && [...document.images].every((image) => image.naturalWidth)"
-        )
+        images = "[...document.images]"
+        browser.wait_for(f"{images}.length === 4 && {images}.every((image) => image.naturalWidth)")
         assert browser.evaluate("document.querySelectorAll('.held-out .answer').length") == 8
         assert browser.evaluate("document.querySelectorAll('.held-out .answer.right').length") == 4
         browser.press("t")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,9 +99,7 @@ def test_a_bounded_number_of_steps_groups_and_answers(tmp_path: Path) -> None:
     assert run["left_out"].startswith("This file holds 40 of 100 recorded steps, and of each at most 8 groups")
 
 
-def test_a_file_that_would_be_too_large_holds_fewer_steps_and_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_would_be_too_large_holds_fewer_steps_and_pictures(tmp_path: Path, monkeypatch: Any) -> None:
     folder = write_run(tmp_path / "run", recorded=tuple(range(1, 11)), text="x" * 20_000)
     write_answers_of(folder, "test-final", ["3"] * 100)
     write_answers_of(folder, "dev-step-000001", ["3"] * 100)
@@ -121,13 +120,10 @@ def test_a_run_with_many_dev_readings_has_the_newest(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     for step in range(1, 20):
         write_answers_of(folder, f"dev-step-{step:06d}", ["3"])
-    (run,) = Page(write_report(folder)).value("runs")
-    assert run["evaluations"] == [f"dev-step-{step:06d}" for step in range(19, 19 - MAX_EVALUATIONS, -1)]
-
-
-def test_what_is_gone_is_left_out(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
     run = ViewedRun(folder)
+    (shown,) = Page(write_report(folder)).value("runs")
+    assert shown["evaluations"] == [f"dev-step-{step:06d}" for step in range(19, 19 - MAX_EVALUATIONS, -1)]
+    # what is gone is left out
     (folder / "samples" / "step-000002.jsonl").unlink()
     (folder / "samples" / "images" / f"{image_in(folder)}.png").unlink()
     page = Page(export([run], tmp_path / "out.html"))
@@ -135,30 +131,29 @@ def test_what_is_gone_is_left_out(tmp_path: Path) -> None:
     assert not [name for name in page.blocks if name.startswith("images/")]
 
 
+def about(folder: Path, *overrides: str) -> dict[str, str]:
+    """What the page of a run says of these settings of a recipe."""
+    (folder / "config.yaml").write_text(dump_config(load_config([RECIPE], overrides)))
+    return Page(write_report(folder)).value("runs")[0]["about"]
+
+
 def test_the_head_says_what_was_trained_and_with_what(tmp_path: Path) -> None:
-    settings = load_config([RECIPE], ["environment.dev_files=null"])
-    (tmp_path / "config.yaml").write_text(dump_config(settings))
     write_versions(tmp_path, {"torch": "2.9.0", "fovea": ATTACK})
-    (run,) = Page(write_report(tmp_path)).value("runs")
-    assert run["about"] | {"train rows": ""} == {
+    shown = about(tmp_path, "environment.dev_files=null")
+    assert shown.keys() >= {"train rows", "a step"}
+    assert {name: text for name, text in shown.items() if name not in ("train rows", "a step")} == {
         "model": "Qwen/Qwen3-VL-2B-Instruct",
         "algorithm": "grpo (advantage grpo, loss clip)",
         "environment": "geo3k",
-        "train rows": "",
         "dev rows": "5 % of the training rows, held out by image",
         "test rows": "data/geo3k/test.parquet",
-        "a step": run["about"]["a step"],
         "versions": f"torch 2.9.0, fovea {ATTACK}",
     }
-
-
-def test_rows_given_by_python_code_are_named_as_files_of_the_run(tmp_path: Path) -> None:
+    # rows that Python code has given
     files = ["environment.train_files=['{run_dir}/rows/rows-1.parquet']", "environment.test_files=null"]
-    settings = load_config([RECIPE], [*files, "environment.test_share=0.1"])
-    (tmp_path / "config.yaml").write_text(dump_config(settings))
-    about = Page(write_report(tmp_path)).value("runs")[0]["about"]
-    assert about["train rows"] == "rows/rows-1.parquet in the run folder"
-    assert about["test rows"] == "10 % of the training rows, held out by image"
+    shown = about(tmp_path, *files, "environment.test_share=0.1")
+    assert shown["train rows"] == "rows/rows-1.parquet in the run folder"
+    assert shown["test rows"] == "10 % of the training rows, held out by image"
 
 
 def hostile(folder: Path, text: str) -> Path:
@@ -170,21 +165,13 @@ def hostile(folder: Path, text: str) -> Path:
 
 
 def test_nothing_written_by_others_becomes_a_tag(tmp_path: Path) -> None:
-    plain, attacked = (
-        Page(hostile(tmp_path / "plain", "x")),
-        Page(hostile(tmp_path / "attacked", f"<!--<script>{ATTACK}")),
-    )
+    attack, name = f"<!--<script>{ATTACK}", "<img src=x onerror=alert(1)>"
+    plain, attacked = Page(hostile(tmp_path / "plain", "x")), Page(hostile(tmp_path / name, attack))
     assert attacked.tags == plain.tags
-    assert not any(attack in attacked.source for attack in ATTACKS)
-    assert attacked.value("step/0/4")["groups"][0]["truth"] == f"<!--<script>{ATTACK}"
-    assert attacked.value("answers/0/0")["rows"][0]["question"] == f"<!--<script>{ATTACK}"
-
-
-def test_a_folder_name_is_text(tmp_path: Path) -> None:
-    name = "<img src=x onerror=alert(1)>"
-    page = Page(hostile(tmp_path / name, "x"))
-    assert page.value("runs")[0]["name"] == name
-    assert all("onerror" not in attributes for _, attributes in page.tags)
+    assert not any(attack in attacked.source for attack in (*ATTACKS, name))
+    assert attacked.value("step/0/4")["groups"][0]["truth"] == attack
+    assert attacked.value("answers/0/0")["rows"][0]["question"] == attack
+    assert attacked.value("runs")[0]["name"] == name
 
 
 def test_the_page_is_self_contained(tmp_path: Path) -> None:
@@ -198,10 +185,8 @@ def test_the_page_is_self_contained(tmp_path: Path) -> None:
 
 def test_the_policy_allows_its_own_style_and_script_only(tmp_path: Path) -> None:
     page = Page(hostile(tmp_path / "run", ATTACK))
-    (policy,) = (
-        meta["content"] for meta in page.attributes("meta") if meta.get("http-equiv") == "Content-Security-Policy"
-    )
-    assert policy is not None
+    metas = page.attributes("meta")
+    (policy,) = [meta["content"] for meta in metas if meta.get("http-equiv") == "Content-Security-Policy"]
     assert page.source.index(policy) < min(page.source.index("<style"), page.source.index("<script"))
 
     def digest(name: str) -> str:
@@ -218,9 +203,7 @@ def test_the_policy_allows_its_own_style_and_script_only(tmp_path: Path) -> None
     kinds = [script.get("type") for script in page.attributes("script")]
     assert set(kinds) == {"application/json", "text/plain", None}
     assert kinds.count(None) == 1
-
-
-def test_the_bundle_has_no_import_or_export_left() -> None:
+    # the bundle has no import or export left
     assert not re.findall(r"^(?:import|export)\b.*", page_file(SCRIPT), re.MULTILINE)
     assert "</script" not in page_file(SCRIPT)
 

@@ -21,6 +21,7 @@ from fovea.report.about_run import MAX_CONSOLE_BYTES, MAX_HINT_CHARS, MAX_HINTS
 from fovea.report.held_out import MAX_CHARS, MAX_PICTURES, MAX_ROWS, THUMBNAIL_PX, thumbnails, write_pictures
 from fovea.report.viewed_run import ViewedRun
 from fovea.view.server import make_app
+from gym_tests.tables import table
 from tests.records import said
 from tests.report.folders import write_answers_of, write_run
 
@@ -55,15 +56,8 @@ def test_answers_come_row_by_row(client: TestClient, folder: Path) -> None:
     assert answers["name"] == "test-final"
     first, second = answers["rows"]
     (answer,) = first.pop("answers")
-    assert first == {
-        "id": "test/0",
-        "kind": "colour",
-        "image_type": None,
-        "question": "How many?",
-        "truth": "3",
-        "messages": [],
-        "index": 0,
-    }
+    asked = {"question": "How many?", "truth": "3", "messages": []}
+    assert first == {"id": "test/0", "kind": "colour", "image_type": None, "index": 0, **asked}
     (turn,) = answer["turns"]
     assert (turn["text"], turn["finish"], answer["reward"], answer["accuracy"]) == ("3", "stop", 1.0, 1.0)
     (answer,) = second["answers"]
@@ -78,13 +72,13 @@ def test_answers_are_bounded(client: TestClient, folder: Path) -> None:
     assert rows[0]["answers"][0]["turns"][0]["text"] == f"{'3' * MAX_CHARS} ... ({MAX_CHARS + 1:,} characters)"
 
 
-@pytest.mark.parametrize("content", ["<script>\n", "[]\n", '{"id": 1}\n', "[" * 100_000, '{"id": "\ud800"}\n'])
+@table("content", ["<script>\n", "[]\n", '{"id": 1}\n', "[" * 100_000, '{"id": "\ud800"}\n'])
 def test_damaged_answers_are_named(client: TestClient, folder: Path, content: str) -> None:
-    (folder / "answers").mkdir()
+    (folder / "answers").mkdir(exist_ok=True)
     (folder / "answers" / "test-final.jsonl").write_bytes(content.encode("utf-8", "surrogatepass"))
     answer = client.get("/data/answers/0/0")
-    assert answer.status_code == 422
-    assert "test-final.jsonl does not hold answers" in answer.json()["error"]
+    told = "test-final.jsonl does not hold answers"
+    assert (answer.status_code, told in answer.json()["error"]) == (422, True)
 
 
 @pytest.mark.parametrize("name", ["answers/test-final.jsonl", "console.txt"])
@@ -114,13 +108,13 @@ def test_rows_have_the_pictures_that_the_run_has_stored(client: TestClient, fold
     assert client.get("/data/answers/0/1").json()["rows"][0]["messages"] == [], "of another split"
 
 
-@pytest.mark.parametrize("content", ["[]", "no json", '{"test/0": ["../../secret"]}', '{"test/0": 1}', "[" * 100_000])
+@table("content", ["[]", "no json", '{"test/0": ["../../secret"]}', '{"test/0": 1}', "[" * 100_000])
 def test_damaged_names_of_pictures_are_named(client: TestClient, folder: Path, content: str) -> None:
     write_answers_of(folder, "test-final", ["3"])
     (folder / "answers" / "pictures-test.json").write_text(content)
     answer = client.get("/data/answers/0/0")
-    assert answer.status_code == 422
-    assert "pictures-test.json does not hold names of pictures" in answer.json()["error"]
+    told = "pictures-test.json does not hold names of pictures"
+    assert (answer.status_code, told in answer.json()["error"]) == (422, True)
 
 
 def test_turns_of_an_answer_are_kept(client: TestClient, folder: Path) -> None:
@@ -163,22 +157,17 @@ def test_totals_are_sums_of_all_steps(tmp_path: Path) -> None:
     assert client.get("/data/totals/0/2").status_code == 404
 
 
-def test_time_without_its_metric_is_not_known(client: TestClient, folder: Path) -> None:
+def test_settings_are_pairs(client: TestClient, folder: Path) -> None:
+    settings = dict(client.get("/data/about/0/0").json()["settings"])
+    read = ("max_steps", "evaluate.image_controls", "evaluate.test_size", "train.betas")
+    assert [settings[name] for name in read] == ["10", "true", "null", "[0.9, 0.95]"]
+    # time without its metric is not known
     assert client.get("/data/totals/0/1").json() == {"step": [], "total": []}
 
 
-def test_settings_are_pairs(client: TestClient, folder: Path) -> None:
-    settings = dict(client.get("/data/about/0/0").json()["settings"])
-    assert settings["max_steps"] == "10"
-    assert settings["evaluate.image_controls"] == "true"
-    assert settings["evaluate.test_size"] == "null"
-    assert settings["train.betas"] == "[0.9, 0.95]"
-
-
 def test_settings_of_a_stranger_are_shown_as_far_as_can_be(client: TestClient, folder: Path) -> None:
-    (folder / "config.yaml").write_text(
-        "max_steps: 0x" + "f" * 5000 + "\na: {b: [0x" + "f" * 5000 + "], c: " + "x" * 9000 + "}\n"
-    )
+    large = "0x" + "f" * 5000
+    (folder / "config.yaml").write_text(f"max_steps: {large}\na: {{b: [{large}], c: {'x' * 9000}}}\n")
     assert facts(client)["max_steps"] is None
     settings = dict(client.get("/data/about/0/0").json()["settings"])
     assert settings["a.b"] == "a number with thousands of digits"

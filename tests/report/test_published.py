@@ -16,6 +16,7 @@ from fovea_gym.benchmarks.estimates import Estimate
 from fovea_gym.errors import DataError
 from fovea_tools.published.catalogue import find_result, published_results
 from fovea_tools.published.reproduce import published_json
+from gym_tests.tables import table
 
 RESULT = find_result("r1v_clevr_2b")
 RECIPES = [shipped_recipes()[name] for name in RESULT.recipes]
@@ -29,7 +30,7 @@ def summary(mean: float, low: float, high: float) -> SummaryJson:
     return {"test": {"before": None, "warmup": None, "final": final}}  # type: ignore[typeddict-item]
 
 
-@pytest.mark.parametrize(
+@table(
     ("changed", "ended", "verdict"),
     [
         ({}, (0.8, 0.75, 0.85), "is inside this run's 95 % interval"),
@@ -52,7 +53,7 @@ def test_the_verdict(
     assert {row.name for row in settings.rows} >= {'lr_scheduler_type="linear"'}
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "command"),
     [
         ("thinklite_7b", "On mathvista: `fovea eval 'runs/my run' bench=mathvista`."),
@@ -60,23 +61,17 @@ def test_the_verdict(
         ("r1v_clevr_2b", ""),
     ],
 )
-def test_a_figure_on_a_benchmark_names_the_command_that_measures_it(
-    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_figure_on_a_benchmark_names_the_command_that_measures_it(name: str, command: str, in_tmp_path: None) -> None:
     folder, result = Path("runs/my run"), find_result(name)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_published(folder, published_json(result, [shipped_recipes()[each] for each in result.recipes], []))
     verdict = with_published(RunSummary(), summary(0.8, 0.75, 0.85), folder).notes[1]
     assert verdict.endswith(command)
     assert ("bench=" in verdict) == bool(command)
 
 
-def test_the_benchmarks_of_figures_are_known() -> None:
+def test_the_benchmarks_of_figures_are_known_and_other_test_rows_are_not_compared() -> None:
     assert {result.figure.bench for result in published_results().values()} <= {"", *BENCHMARKS}
-
-
-def test_other_test_rows_are_not_compared() -> None:
     assert PUBLISHED["same_rows"]
     assert not published_json(RESULT, RECIPES, ["evaluate.test_size=50"])["same_rows"]
     assert published_json(RESULT, RECIPES, ["seed=7", "run_dir=x"])["same_rows"]
@@ -85,7 +80,6 @@ def test_other_test_rows_are_not_compared() -> None:
 def test_a_run_without_one_and_a_damaged_file(tmp_path: Path) -> None:
     assert with_published(RunSummary(), None, tmp_path) == RunSummary()
     (tmp_path / PUBLISHED_FILE).write_text('{"title": 3}', encoding="utf-8")
-    with pytest.raises(
-        DataError, match=r"published\.json is not a published result \(.*; delete the file, and the page leaves it out"
-    ):
+    told = r"published\.json is not a published result \(.*; delete the file, and the page leaves it out"
+    with pytest.raises(DataError, match=told):
         with_published(RunSummary(), None, tmp_path)

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 from pathlib import Path
 
 from fovea.report.curves import SampleIndex
@@ -7,27 +9,33 @@ from tests.report.folders import group, write_run
 IMAGE = "0123456789abcdef"
 
 
-def steps(index: SampleIndex, after: int = 0) -> list[int]:
-    return [entry.step for entry in index.after(after)]
+def read(folder: Path) -> SampleIndex:
+    index = SampleIndex(folder)
+    index.refresh()
+    return index
+
+
+def entries(index: SampleIndex) -> list[tuple[int, int]]:
+    """The steps of an index, each with the number of its groups."""
+    return [(entry.step, len(entry.groups)) for entry in index.after(0)]
 
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", recorded=(1, 2))
-    index = SampleIndex(folder)
-    index.refresh()
-    assert steps(index) == [1, 2]
+    index = read(folder)
+    assert entries(index) == [(1, 2), (2, 2)]
     (folder / "samples" / "step-000002.jsonl").write_text("no record\n")
     write_samples(folder, 4, [group(IMAGE, 1, "x")])
     index.refresh()
-    assert steps(index, after=2) == [4], "step 2 is known, and is not read again"
+    assert [entry.step for entry in index.after(2)] == [4], "step 2 is known, and is not read again"
 
 
-def test_a_step_that_was_taken_again_has_a_later_entry(tmp_path: Path) -> None:
+def test_a_step_that_was_taken_again_has_a_later_entry_and_a_damaged_line_is_read_from_its_step(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", recorded=(1, 2))
     write_samples(folder, 2, [group(IMAGE, 1, "y")])
-    index = SampleIndex(folder)
-    index.refresh()
-    assert [(entry.step, len(entry.groups)) for entry in index.after(0)] == [(1, 2), (2, 2), (2, 1)]
+    assert entries(read(folder)) == [(1, 2), (2, 2), (2, 1)]
+    (folder / "samples" / "index.jsonl").write_text('{"step": 1}\n[]\nnot json\n')
+    assert entries(read(folder))[0] == (1, 2)
 
 
 def test_a_run_without_an_index_is_read_in_parts(tmp_path: Path) -> None:
@@ -38,15 +46,7 @@ def test_a_run_without_an_index_is_read_in_parts(tmp_path: Path) -> None:
     clock = iter(range(0, 1000))
     index = SampleIndex(folder, clock=lambda: float(next(clock)))
     index.refresh()
-    assert steps(index) == [1]
+    assert entries(index) == [(1, 2)]
     for _ in range(3):
         index.refresh()
-    assert [(entry.step, len(entry.groups)) for entry in index.after(0)] == [(1, 2), (2, 0), (3, 2)]
-
-
-def test_a_damaged_line_of_the_index_is_read_from_its_step(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", recorded=(1,))
-    (folder / "samples" / "index.jsonl").write_text('{"step": 1}\n[]\nnot json\n')
-    index = SampleIndex(folder)
-    index.refresh()
-    assert [(entry.step, len(entry.groups)) for entry in index.after(0)] == [(1, 2)]
+    assert entries(index) == [(1, 2), (2, 0), (3, 2)]

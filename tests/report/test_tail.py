@@ -1,10 +1,12 @@
+from __future__ import annotations
+
 from pathlib import Path
 
-from fovea.report.curves import Appended, Tail
+from fovea.report.curves import Tail
 
 
 def read(tail: Tail) -> tuple[tuple[str, ...], bool]:
-    appended: Appended = tail.read()
+    appended = tail.read()
     return appended.lines, appended.begun_anew
 
 
@@ -18,11 +20,8 @@ def test_every_line_is_read_once_when_it_is_complete(tmp_path: Path) -> None:
         file.write("o\nthree\n")
     assert read(tail) == (("two", "three"), False)
     assert read(tail) == ((), False)
-
-
-def test_a_line_separator_inside_a_line_does_not_cut_it(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("a\u2028b\nc\r\n", encoding="utf-8", newline="")
-    assert read(Tail(tmp_path / "log"))[0] == ("a\u2028b", "c\r")
+    assert read(Tail(tmp_path / "log"))[0] == ("a\u2028b", "c\r"), "a line separator inside a line does not cut it"
 
 
 def test_a_file_that_was_replaced_or_cut_is_read_anew(tmp_path: Path) -> None:

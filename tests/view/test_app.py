@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import json
 import re
 from pathlib import Path
@@ -9,6 +11,7 @@ from fovea.report.curves import CHUNK_BYTES
 from fovea.report.page_files import PAGE_FILES, page_file
 from fovea.report.viewed_run import ViewedRun
 from fovea.view.server import make_app
+from gym_tests.tables import table
 from tests.report.folders import write_run
 
 
@@ -61,9 +64,8 @@ def test_a_damaged_line_far_into_a_long_run_is_said_by_every_poll(tmp_path: Path
     client = TestClient(make_app([ViewedRun(folder, refresh_seconds=0)]), base_url="http://127.0.0.1")
     second_chunk, *answers = [client.get("/data/runs") for _ in range(4)]
     assert [second_chunk.status_code, *(answer.status_code for answer in answers)] == [200, 422, 422, 422]
-    assert {answer.json()["error"].partition(",")[0] for answer in answers} == {
-        f"{folder}/metrics.jsonl line 900 is 'oops'"
-    }
+    told = f"{folder}/metrics.jsonl line 900 is 'oops'"
+    assert {answer.json()["error"].partition(",")[0] for answer in answers} == {told}
 
 
 def test_a_curve_says_what_it_means(client: TestClient) -> None:
@@ -87,10 +89,8 @@ def test_a_step_has_turns_tokens_and_marks(client: TestClient, folder: Path) -> 
     right, wrong = step["groups"][1]["answers"]
     assert [turn["text"] for turn in right["turns"]] == ["\\crop{1}", "\\boxed{3}"]
     failure, result = right["turns"][1]["messages"]
-    assert [(each["role"], each["tool"], each["failed"]) for each in (failure, result)] == [
-        ("tool", "\\boxed{3}", True),
-        ("tool", "\\boxed{3}", False),
-    ]
+    for message, failed in ((failure, True), (result, False)):
+        assert (message["role"], message["tool"], message["failed"]) == ("tool", "\\boxed{3}", failed)
     assert result["parts"][1]["frame"] == [1000, 1000]
     assert [(turn["reward"], turn["seconds"]) for turn in right["turns"]] == [(0.25, 0), (0.75, 1.5)]
     assert (right["end"], wrong["turns"][0]["reward"]) == ("done", None)
@@ -103,7 +103,7 @@ def test_a_step_has_turns_tokens_and_marks(client: TestClient, folder: Path) -> 
     assert image.content == (folder / "samples" / "images" / f"{name}.png").read_bytes()
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil", "a.localhost", ""])
+@table("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil", "a.localhost", ""])
 def test_a_name_that_is_not_this_machines_is_refused(client: TestClient, host: str) -> None:
     """Else a page of that site could read runs, by a name that it points at this machine."""
     assert client.get("/data/runs", headers={"host": host}).status_code == 400
@@ -134,18 +134,11 @@ def test_the_page_loads_nothing_from_elsewhere(client: TestClient) -> None:
     assert "<script>" not in page
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/data/step/0/3",
-        "/data/step/1/1",
-        "/data/curve/0/99",
-        "/images/0/..%2F..%2Fconfig.png",
-        "/images/0/0123456789abcdef.png",
-        "/images/0/short.png",
-        "/../pyproject.toml",
-        "/config.yaml",
-    ],
+MISSING = ("/data/step/0/3", "/data/step/1/1", "/data/curve/0/99", "/images/0/..%2F..%2Fconfig.png")
+
+
+@table(
+    "path", [*MISSING, "/images/0/0123456789abcdef.png", "/images/0/short.png", "/../pyproject.toml", "/config.yaml"]
 )
 def test_what_is_not_there_is_not_found(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
@@ -159,14 +152,10 @@ def test_a_damaged_step_is_named(client: TestClient, folder: Path) -> None:
     assert answer.headers["content-type"] == "application/json"
 
 
-def test_text_that_no_encoding_can_write(tmp_path: Path) -> None:
-    client = TestClient(
-        make_app([ViewedRun(write_run(tmp_path / "odd", text="half \ud800 pair"))]), base_url="http://localhost"
-    )
+def test_a_young_run_has_a_page_and_text_that_no_encoding_can_write_is_sent(tmp_path: Path) -> None:
+    odd = write_run(tmp_path / "odd", text="half \ud800 pair")
+    young = write_run(tmp_path / "run", steps=0, recorded=())
+    client = TestClient(make_app([ViewedRun(odd), ViewedRun(young)]), base_url="http://localhost")
     assert client.get("/data/step/0/1").json()["groups"][0]["truth"] == "half \ud800 pair"
-
-
-def test_a_young_run_has_a_page(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=0, recorded=())
-    (run,) = TestClient(make_app([ViewedRun(folder)]), base_url="http://localhost").get("/data/runs").json()
+    _, run = client.get("/data/runs").json()
     assert (run["step"], run["metrics"], run["entries"], run["newest_entry"]) == (0, [], 0, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -67,8 +68,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         result = view(str(run), "--port", str(port))
     assert result.exit_code == 2
-    assert f"error: --port {port}: " in result.stderr
-    assert "give another port, or 0 for any free port" in result.stderr
+    assert re.search(rf"error: --port {port}: .*give another port, or 0 for any free port", result.stderr)
 
 
 REQUEST = b"GET /data/runs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -109,11 +109,3 @@ def test_connections_that_send_their_headers_slowly_are_closed(tmp_path: Path, m
         for each in slow:
             while each.recv(1 << 20):
                 pass
-
-
-def test_the_page_needs_no_torch() -> None:
-    """Its import takes seconds and hundreds of megabytes, beside a run that needs them."""
-    imports = "import sys, fovea.view.server, fovea.report.export, fovea.view.list_app"
-    code = f"{imports}; print({{'torch', 'transformers', 'matplotlib'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"

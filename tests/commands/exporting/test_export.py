@@ -139,9 +139,7 @@ def test_an_exported_model_answers_as_it_did_in_training(lora: Path, merged: Pat
     assert list(by_step.values()) == [sum(x for _, _, x in dev) / 24 for dev in (dev_of_2, dev_of_4)]
 
 
-def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(
-    lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(lora: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """While the model is loaded, and between the listing of checkpoints and the reading of the newest."""
     run = shutil.copytree(lora, tmp_path / "run")
     first, second, third = (run / "checkpoints" / f"step-{step}" for step in (0, 2, 4))
@@ -197,43 +195,41 @@ def test_a_fully_trained_model_of_another_family(full: Path, tmp_path: Path) -> 
     assert tokenizer.eos_token_id == model.processor.tokenizer.eos_token_id
     assert AutoImageProcessor.from_pretrained(out).patch_size == model.processor.image_processor.patch_size
     trained = TinyParts(network=model.vlm.network, processor=model.processor)
-    prompt = renderer(trained).prompt(user(image(1), "How many circles?"))
-    answer = np.array([9, 8, 7])
+    prompt, answer = renderer(trained).prompt(user(image(1), "How many circles?")), np.array([9, 8, 7])
     # bfloat16 would round other logits alike
     again = TinyParts(network=plain.float(), processor=replace(model.processor, tokenizer=tokenizer))
     trained.network.float()
-    torch.testing.assert_close(
-        reference_logprobs(again, prompt, answer), reference_logprobs(trained, prompt, answer), atol=1e-5, rtol=0
-    )
+    exported, of_the_run = (reference_logprobs(each, prompt, answer) for each in (again, trained))
+    torch.testing.assert_close(exported, of_the_run, atol=1e-5, rtol=0)
     assert read(out, "test") == recorded(full, "test-final")
     assert model.config.model.dtype == "bfloat16"
 
 
 def test_limits_on_pixels_go_with_the_model(merged: Path) -> None:
     size = AutoImageProcessor.from_pretrained(merged).size
-    assert size["longest_edge"] == 1600
-    assert size["shortest_edge"] == 256
+    assert (size["longest_edge"], size["shortest_edge"]) == (1600, 256)
 
 
 def test_the_video_processor_is_the_familys_or_the_bases(full: Path, merged: Path, tmp_path: Path) -> None:
-    images = json.loads((merged / "preprocessor_config.json").read_text())
-    videos = json.loads((merged / VIDEO_PROCESSOR_FILE).read_text())
+    images, videos = (
+        json.loads((merged / name).read_text()) for name in ("preprocessor_config.json", VIDEO_PROCESSOR_FILE)
+    )
     assert videos.pop("video_processor_type") == "Qwen3VLVideoProcessor"
     assert videos == {key: images[key] for key in videos}
     assert "size" not in videos, "one image's pixels are not limit for a video"
-    base = tmp_path / "base"
-    shutil.copytree(merged, base)
+    base, out = Path(shutil.copytree(merged, tmp_path / "base")), tmp_path / "out"
     (base / VIDEO_PROCESSOR_FILE).write_text('{"fps": 3}')
     model = open_checkpoint(find_checkpoint(full))
     settings = model.config.model.model_copy(update={"tiny": None, "path": str(base)})
-    (tmp_path / "out").mkdir()
-    write_model(tmp_path / "out", replace(model, config=model.config.model_copy(update={"model": settings})))
-    assert (tmp_path / "out" / VIDEO_PROCESSOR_FILE).read_text() == '{"fps": 3}'
+    model = replace(model, config=model.config.model_copy(update={"model": settings}))
+    out.mkdir()
+    write_model(out, model)
+    assert (out / VIDEO_PROCESSOR_FILE).read_text() == '{"fps": 3}'
     (tmp_path / "private.json").write_text("{}")
     (base / VIDEO_PROCESSOR_FILE).unlink()
     (base / VIDEO_PROCESSOR_FILE).symlink_to(tmp_path / "private.json")
     with pytest.raises(DataError, match=r"leads out of"):
-        write_model(tmp_path / "out", replace(model, config=model.config.model_copy(update={"model": settings})))
+        write_model(out, model)
 
 
 def test_the_card_tells_recipe_and_figures(lora: Path, merged: Path, tmp_path: Path) -> None:
@@ -250,16 +246,9 @@ def test_the_card_tells_recipe_and_figures(lora: Path, merged: Path, tmp_path: P
 
 def test_a_value_function_is_left_out_and_named(tmp_path: Path) -> None:
     """Of a real step of PPO, with a head on the policy's own trunk."""
-    settings = {
-        **SETTINGS,
-        "run_dir": str(tmp_path / "run"),
-        "max_steps": 1,
-        "warmup": None,
-        "model": {"tiny": {}},
-        "algorithm": {"name": "ppo"},
-        "evaluate": {"image_controls": False, "test_size": 4},
-    }
-    run = build(Config.model_validate(settings))
+    small = {"max_steps": 1, "warmup": None, "evaluate": {"image_controls": False, "test_size": 4}}
+    chosen = {"run_dir": str(tmp_path / "run"), "model": {"tiny": {}}, "algorithm": {"name": "ppo"}}
+    run = build(Config.model_validate({**SETTINGS, **small, **chosen}))
     train(run)
     done = export(tmp_path / "run", tmp_path / "out")
     assert done.left_out == ("value",)
@@ -287,10 +276,9 @@ def test_a_folder_that_differs_is_refused(lora: Path, merged: Path) -> None:
     with pytest.raises(ModelError, match="its generation config suppresses different token ids than the run"):
         check(model, free, probe, merged=True)
     right = reload_model(merged, model)
-    template = replace(right.processor, chat_template="{{ messages[0].role }}<|image_pad|>")
-    other_template = replace(right, processor=template)
+    other_template = replace(right.processor, chat_template="{{ messages[0].role }}<|image_pad|>")
     with pytest.raises(ModelError, match="the tokens of a prompt differ"):
-        check(model, other_template, probe, merged=True)
+        check(model, replace(right, processor=other_template), probe, merged=True)
     with torch.no_grad():
         broken.network.get_input_embeddings().weight.mul_(-1)
     with pytest.raises(ModelError, match="the log-probs of the probe differ by"):
@@ -308,9 +296,8 @@ def test_rounding_is_no_difference() -> None:
     assert beyond_rounding(rounded_T * 1e-4, torch.float32) is None
     assert beyond_rounding(rounded_T, torch.float32) is not None
     exchanged_T = rounded_T * EXCHANGED_RMS / rounded_T.square().mean().sqrt()
-    assert beyond_rounding(exchanged_T, torch.bfloat16) == (
-        "the log-probs of the probe differ by 0.918 (root mean square)"
-    )
+    told = "the log-probs of the probe differ by 0.918 (root mean square)"
+    assert beyond_rounding(exchanged_T, torch.bfloat16) == told
     assert beyond_rounding(torch.tensor([0.0, math.nan]), torch.bfloat16) is not None
 
 
@@ -354,21 +341,17 @@ def test_push_is_one_upload_to_a_private_repository(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(export_module, "HfApi", Hub)
     assert push(tmp_path, "me/model") == "hub/me/model"
     assert asked[0] == ("me/model", {"private": True, "exist_ok": True})
-    assert [(name, options["repo_id"], options["folder_path"]) for name, options in asked[1:]] == [
-        ("upload", "me/model", tmp_path)
-    ]
+    ((name, options),) = asked[1:]
+    assert (name, options["repo_id"], options["folder_path"]) == ("upload", "me/model", tmp_path)
 
 
 def test_an_evaluation_beside_baselines(lora: Path, merged: Path, tmp_path: Path) -> None:
-    files = [tmp_path / "eval.json", tmp_path / "eval.html"]
-    targets = [str(lora), str(merged), "majority", "gold"]
-    settings = ["evaluate.test_size=12", "evaluate.samples_per_prompt=3"]
-    done = CliRunner().invoke(
-        app, ["eval", *targets, *settings, "--json", str(files[0]), "--html", str(files[1]), "--debug"]
-    )
+    page, file = tmp_path / "eval.html", tmp_path / "eval.json"
+    words = [str(lora), str(merged), "majority", "gold", "evaluate.test_size=12", "evaluate.samples_per_prompt=3"]
+    done = CliRunner().invoke(app, ["eval", *words, "--json", str(file), "--html", str(page), "--debug"])
     assert done.exit_code == 0, done.output
     assert "Image ablation" in done.stdout
-    content = json.loads(files[0].read_text())
+    content = json.loads(file.read_text())
     run, exported, majority, gold = content["targets"]
     # log-probs of merged weights are equal up to rounding
     of_run, of_export = run.pop("picture_dependence"), exported.pop("picture_dependence")
@@ -385,4 +368,4 @@ def test_an_evaluation_beside_baselines(lora: Path, merged: Path, tmp_path: Path
     assert run["image_ablation"]["shuffled"]["n"] == 12
     assert majority["picture_dependence"] is None
     assert (gold["accuracy"]["mean"], majority["image_ablation"], len(content["rows"])) == (1.0, None, 12)
-    assert "data:image/png;base64," in files[1].read_text()
+    assert "data:image/png;base64," in page.read_text()

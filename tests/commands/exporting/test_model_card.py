@@ -3,50 +3,33 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import yaml
 
 from fovea.commands.exporting.model_card import Card, model_card
 from fovea.config.run import Config
-from fovea.report.summary import Summary, SummaryJson
+from fovea.report.summary import SummaryJson
 from fovea.types import Evaluation
+from tests.report.folders import summary_of
 
 NASTY = "a | b\n```\n<script>alert(1)</script> [x](javascript:1)\n---"
 
 
 def summary(kind: str) -> SummaryJson:
     final = Evaluation(accuracies={kind: (1.0, 0.0, 1.0, 0.0)})
-    return Summary(
-        before=None,
-        warmup=None,
-        final=final,
-        shuffled_images=Evaluation(accuracies={kind: (1.0, 0.0, 0.0, 0.0)}),
-        blank_images=None,
-        duplicates_across_splits=0,
-        warmup_seconds=0.0,
-        rl_seconds=1.0,
-        total_seconds=1.0,
-        steps=7,
-        seed=3,
-    ).to_json()
+    shuffled = Evaluation(accuracies={kind: (1.0, 0.0, 0.0, 0.0)})
+    return summary_of(final, shuffled_images=shuffled, duplicates_across_splits=0, steps=7, seed=3).to_json()
 
 
 def card(**changes: object) -> str:
-    config = Config.model_validate(
-        {"model": {"path": "Qwen/Qwen3-VL-2B-Instruct", "revision": "abc"}, "run_dir": f"runs/{NASTY}"}
-    )
-    fields: dict[str, object] = {
-        "name": "model",
-        "step": 7,
-        "config": config,
-        "summary": None,
-        "adapter_only": False,
-        "model_class": "Qwen3VLForConditionalGeneration",
-        "max_logprob_difference": 1e-6,
-        "left_out": (),
-        "banned_ids": (3, 7),
+    model = {"path": "Qwen/Qwen3-VL-2B-Instruct", "revision": "abc"}
+    fields: dict[str, Any] = {
+        **{"name": "model", "step": 7, "summary": None, "adapter_only": False, "left_out": (), "banned_ids": (3, 7)},
+        **{"model_class": "Qwen3VLForConditionalGeneration", "max_logprob_difference": 1e-6},
+        "config": Config.model_validate({"model": model, "run_dir": f"runs/{NASTY}"}),
     }
-    return model_card(Card(**(fields | changes)))  # type: ignore[arg-type]
+    return model_card(Card(**(fields | changes)))
 
 
 def test_the_front_matter_is_what_the_hub_reads() -> None:

@@ -12,11 +12,9 @@ from typer.testing import CliRunner
 
 from fovea.cli.main import app
 from fovea.config.loading import load_config
-from fovea.config.run import Config
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.wiring.run import build
-from fovea_gym.environments.base import Environment, Split
 from fovea_gym.environments.geospot.countries import country_name
 from fovea_gym.environments.geospot.environment import GeoSpot
 from fovea_gym.rows.access import RowAccess
@@ -35,15 +33,10 @@ def maps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_maps(tmp_path_factory.mktemp("maps"), num_rows=40, seed=0, image_side_px=64)
 
 
-SPLITS: tuple[Split, ...] = ("train", "dev", "test")
-
-
 def test_gold_answers_of_drawn_maps_score_full_marks(maps: tuple[Path, Path]) -> None:
-    environment: Environment = GeoSpot(
-        GeoSpotEnvironment(train_files=(str(maps[0]),), test_files=(str(maps[1]),), level_key="level"), RowAccess()
-    )
-    assert isinstance(environment, GeoSpot)
-    tasks = {split: list(environment.tasks(split)) for split in SPLITS}
+    train, test = ((str(file),) for file in maps)
+    environment = GeoSpot(GeoSpotEnvironment(train_files=train, test_files=test, level_key="level"), RowAccess())
+    tasks = {split: list(environment.tasks(split)) for split in ("train", "dev", "test")}
     assert {split: len(rows) for split, rows in tasks.items()} == {"train": 38, "dev": 2, "test": 4}
     check_gold(environment, [task for rows in tasks.values() for task in rows])
     assert set(levels_of(environment.tasks("train")) or ()) == {"wide", "medium", "close"}
@@ -62,11 +55,10 @@ def test_gold_answers_of_every_place_that_a_map_may_show_score_full_marks(tmp_pa
     assert len(places) > 30_000
     environment = geospot(tmp_path, places)
     for task in environment.tasks("train"):
-        score = scored(environment.graders, task, environment.target(task))
+        text = environment.target(task)
+        score = scored(environment.graders, task, text)
         parts = dict(score.parts)
-        assert (score.reward, parts.pop("distance_km"), set(parts.values())) == (1.0, 0.0, {1.0}), environment.target(
-            task
-        )
+        assert (score.reward, parts.pop("distance_km"), set(parts.values())) == (1.0, 0.0, {1.0}), text
 
 
 def test_maps_are_equal_for_one_seed_and_share_no_place(maps: tuple[Path, Path], tmp_path: Path) -> None:
@@ -93,22 +85,14 @@ def test_maps_show_land_of_several_countries_and_a_mark(maps: tuple[Path, Path])
 
 
 def test_the_recipe_takes_two_steps(maps: tuple[Path, Path], tmp_path: Path) -> None:
-    overrides = [
-        f"environment.train_files=[{maps[0]}]",
-        f"environment.test_files=[{maps[1]}]",
-        f"run_dir={tmp_path}",
-        "max_steps=2",
-        "warmup=null",
-        "curriculum.starts=[1,2,3,4]",
-        "rollout.prompts_per_step=2",
+    overrides = [f"environment.train_files=[{maps[0]}]", f"environment.test_files=[{maps[1]}]", f"run_dir={tmp_path}"]
+    overrides += ["max_steps=2", "warmup=null", "curriculum.starts=[1,2,3,4]", "rollout.prompts_per_step=2"]
+    overrides += [
         "rollout.samples_per_prompt=2",
         "rollout.max_new_tokens=4",
-        "log.tensorboard=false",
-        "log.progress=false",
+        "log={tensorboard: false, progress: false}",
     ]
-    config = load_config([ROOT / "recipes" / "geospot.yaml"], overrides)
-    assert isinstance(config, Config)
-    train(build(config))
+    train(build(load_config([ROOT / "recipes" / "geospot.yaml"], overrides)))
     rows = read_metrics(tmp_path)
     assert [(row["curriculum/stage"], row["curriculum/tolerance_km"]) for row in rows] == [(1, 500), (2, 200)]
     assert {"reward/country", "reward/city", "reward/coordinates"} <= rows[0].keys()

@@ -13,18 +13,11 @@ from fovea_gym.rows.tasks import kinds_of
 
 
 def test_a_run_mixes_all_of_them(tmp_path: Path) -> None:
+    scenes = {"level": [1, 2, 3], "comparison_share": 0.3, "text_share": 0.2}
     config = Config.model_validate(
         {
-            "run_dir": str(tmp_path / "run"),
-            "max_steps": 2,
-            "threads": 1,
-            "model": {"tiny": {}},
-            "environment": {
-                "level": [1, 2, 3],
-                "comparison_share": 0.3,
-                "text_share": 0.2,
-                **{"train_size": 60, "dev_size": 20, "test_size": 20},
-            },
+            **{"run_dir": str(tmp_path / "run"), "max_steps": 2, "threads": 1, "model": {"tiny": {}}},
+            "environment": {**scenes, "train_size": 60, "dev_size": 20, "test_size": 20},
             "warmup": {"max_steps": 2, "batch_size": 8, "check_every_steps": 2},
             "evaluate": {"dev_size": 10, "shared_images": "forbid"},
             "rollout": {"prompts_per_step": 12, "samples_per_prompt": 4, "max_new_tokens": 8},
