@@ -211,8 +211,7 @@ def test_settings_are_one_tree_however_they_are_written() -> None:
     dotted = fovea.GRPO(settings=settings).config
     algorithm = {"loss": {"name": "sapo"}}
     nested = fovea.GRPO(model={"tiny": {}}, environment="shapes", rollout={"top_p": 0.9}, algorithm=algorithm).config
-    assert dotted == nested
-    assert dotted.rollout.top_p == 0.9
+    assert (dotted, dotted.rollout.top_p) == (nested, 0.9)
 
 
 def test_sections_take_dotted_names_and_weights_any_names() -> None:

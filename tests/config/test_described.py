@@ -38,8 +38,7 @@ def test_every_recipe_parses_and_comes_back(path: Path, tmp_path: Path) -> None:
 
 def test_a_dump_is_whole_and_in_order() -> None:
     tree = yaml.safe_load(dump_config(TINY))
-    assert list(tree) == list(Config.model_fields)
-    assert list(tree["rollout"]) == list(Rollout.model_fields)
+    assert (list(tree), list(tree["rollout"])) == (list(Config.model_fields), list(Rollout.model_fields))
 
 
 @settings(max_examples=50, deadline=None)

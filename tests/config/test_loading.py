@@ -56,8 +56,7 @@ def test_a_recipe_fills_the_defaults(recipe: Path) -> None:
 def test_later_layers_win_key_by_key(recipe: Path) -> None:
     Path("over.yaml").write_text("seed: 4\nmodel: {tiny: {num_heads: 4}}\n", encoding="utf-8")
     config = load_config([recipe, Path("over.yaml")], ["model.tiny.num_layers=5"])
-    assert config.seed == 4
-    assert config.model.tiny == TinyModel(num_layers=5, num_heads=4)
+    assert (config.seed, config.model.tiny) == (4, TinyModel(num_layers=5, num_heads=4))
 
 
 @table(("override", "rate"), [("1e-4", 1e-4), ("1.0e-4", 1e-4), (".5", 0.5), ("1", 1.0), ("1E+2", 100.0)])

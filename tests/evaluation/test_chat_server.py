@@ -169,8 +169,7 @@ def test_a_conversation_is_sent_whole_with_the_pictures_as_they_are(started: Cal
     (row,) = ask(endpoint, TwoTurns(), size=1)
     assert (row.answers[0].text, row.answers[0].was_truncated, row.answers[0].accuracy) == ("a", True, 1.0)
     first, second = (json.loads(json.dumps(sent["messages"])) for sent in endpoint.requests)
-    assert second[:1] == first
-    assert second[1] == {"role": "assistant", "content": "closer"}
+    assert (second[:1], second[1]) == (first, {"role": "assistant", "content": "closer"})
     assert [part["type"] for part in first[0]["content"]] == ["image_url", "text"]
     assert [part["type"] for part in second[2]["content"]] == ["text", "image_url"]
     assert np.array_equal(pixels(first[0]["content"][0]), TwoTurns.pictures[0])
@@ -210,8 +209,7 @@ def test_a_server_reads_tools_as_a_template_that_knows_none_and_its_calls_are_an
     parts, task = tiny("qwen2_5_vl"), environment.tasks("test")[0]
     text = renderer(parts).text(environment.prompt(task), [tool.spec for tool in environment.tools(task)])
     assert as_template(parts, first) == text
-    assert second[:-2] == first
-    assert second[-2] == {"role": "assistant", "content": calls[0]}
+    assert (second[:-2], second[-2]) == (first, {"role": "assistant", "content": calls[0]})
     before, picture, after = second[-1]["content"]
     assert (second[-1]["role"], before["text"], after["text"]) == ("user", "<tool_response>\n", "\n</tool_response>")
     (asked,) = task.images

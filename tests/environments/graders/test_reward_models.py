@@ -104,8 +104,7 @@ def test_it_is_a_part_of_the_reward_of_every_part_of_a_mixture(
     mixed = made({"name": "mixture", "parts": {"own": own, "scenes": scenes}}, **reward)
     tasks = mixed.environment.tasks("test")
     parts = {t.id.partition("/")[0]: graded(mixed, "one two three", place).parts for place, t in enumerate(tasks)}
-    assert parts["own"] == {"words": 3.0, "judge": 1.0}
-    assert parts["scenes"]["judge"] == 1.0
+    assert (parts["own"], parts["scenes"]["judge"]) == ({"words": 3.0, "judge": 1.0}, 1.0)
 
 
 def test_rewards_of_sessions_are_replaced_by_a_function_and_shared_with_a_judge(

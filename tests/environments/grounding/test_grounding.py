@@ -234,8 +234,7 @@ def test_answers_in_a_file_are_graded(tmp_path: Path) -> None:
     summary = grade_file("grounding", lines(tmp_path, rows), written.append)
     scores = [json.loads(line)["score"] for line in written]
     assert scores == [pytest.approx(1), 1, pytest.approx(2 / 3), 1, None, None, None, None]
-    assert summary.graded == 4
-    assert set(summary.ungraded) == {"answer_kind", "answer_missing"}
+    assert (summary.graded, set(summary.ungraded)) == (4, {"answer_kind", "answer_missing"})
 
 
 def test_rows_in_memory_need_the_columns_of_their_layout(tmp_path: Path) -> None:
