@@ -124,12 +124,9 @@ class AsksThem(BanditEnvironment):
         return 1.0
 
 
-def test_rows_of_one_id_are_refused() -> None:
+def test_rows_of_one_id_an_object_that_is_no_target_and_several_recipes_are_refused() -> None:
     with pytest.raises(fovea.FoveaError, match=r"\bid 'x'"):
         fovea.evaluate("gold", recipe="shapes", environment=AsksThem(), quiet=True)
-
-
-def test_an_object_that_is_no_target_and_several_recipes_are_told() -> None:
     trainer = fovea.GRPO(recipe="shapes")
     told = r"fovea\.{0} is given an object of type GRPO; give the run that train\(\) returned, .* call its own {0}\(\)"
     for function, arguments in ((fovea.evaluate, [trainer]), (fovea.export, [trainer, "out"])):

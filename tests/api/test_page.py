@@ -49,18 +49,16 @@ def test_every_argument_of_trls_trainer_has_a_counterpart() -> None:
     first_cells = re.findall(r"^\| (.*?) \|", section, re.MULTILINE)
     named = {name for cell in first_cells for name in re.findall(r"`(\w+)", cell)}
     assert arguments <= named
+    # nor has TRL a PPO whose arguments the table would lack
+    assert "TRL 1.16 has no PPO" in PAGE
+    with_ppo = [file for file in TRL.rglob("*.py") if "class PPO" in file.read_text(encoding="utf-8")]
+    assert with_ppo == [], "its fields belong into tools/fovea_tools/importer/elsewhere.yaml, as those of GRPOConfig"
 
 
 def test_the_page_names_all_that_is_public() -> None:
     section = PAGE.partition("## The names")[2].partition("\n## ")[0]
     for name in set(fovea.__all__) - {"__version__", "Exported"}:
         assert name in section
-
-
-def test_trl_has_no_ppo_whose_arguments_the_table_would_lack() -> None:
-    assert "TRL 1.16 has no PPO" in PAGE
-    with_ppo = [file for file in TRL.rglob("*.py") if "class PPO" in file.read_text(encoding="utf-8")]
-    assert with_ppo == [], "its fields belong into tools/fovea_tools/importer/elsewhere.yaml, as those of GRPOConfig"
 
 
 USER = """

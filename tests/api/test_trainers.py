@@ -43,6 +43,8 @@ def test_every_public_name_is_there_and_no_other() -> None:
     assert all(getattr(fovea, name) is not None for name in fovea.__all__)
     with pytest.raises(AttributeError, match="module 'fovea' has no attribute 'GRPOTrainer'; it has GRPO, PPO, "):
         fovea.GRPOTrainer  # noqa: B018
+    # the arguments are the settings of a recipe
+    assert Settings.__annotations__.keys() == Config.model_fields.keys() - {"model", "environment", "reward"}
 
 
 def test_a_run_from_python_equals_the_commands_bit_for_bit() -> None:
@@ -59,7 +61,7 @@ def test_a_run_from_python_equals_the_commands_bit_for_bit() -> None:
     assert saved[0] | {"run_dir": ""} == saved[1] | {"run_dir": ""}
 
 
-def test_a_run_is_evaluated_compared_and_exported() -> None:
+def test_a_run_is_evaluated_compared_and_exported_where_nothing_lies() -> None:
     trainer = fovea.GRPO(settings=of_shapes(run_dir="first"))
     with pytest.raises(fovea.FoveaError, match=r"\btrain\b"):
         trainer.evaluate()
@@ -73,9 +75,7 @@ def test_a_run_is_evaluated_compared_and_exported() -> None:
     assert [each.target for each in fovea.evaluate(run, "model", quiet=True)] == ["first step 2", "model"]
     assert fovea.export(other, "other", settings={"model.device": "cpu"}).max_logprob_difference < 1e-3
     assert trainer.export("again").folder == Path("again")
-
-
-def test_a_target_of_the_export_is_checked_before_training() -> None:
+    # a target that holds something is refused before training
     Path("model").mkdir()
     Path("model/mine.txt").touch()
     with pytest.raises(fovea.FoveaError, match=r"\bmodel: "):
@@ -212,9 +212,7 @@ def test_settings_are_one_tree_however_they_are_written() -> None:
     algorithm = {"loss": {"name": "sapo"}}
     nested = fovea.GRPO(model={"tiny": {}}, environment="shapes", rollout={"top_p": 0.9}, algorithm=algorithm).config
     assert (dotted, dotted.rollout.top_p) == (nested, 0.9)
-
-
-def test_sections_take_dotted_names_and_weights_any_names() -> None:
+    # sections take dotted names, and weights any names
     rollout = {"engine.name": "vllm", "engine": {"engine_args": {"a.b": {"c.d": 1}}}}
     data = {"kind_weights": {"count.all": 2}}
     config = fovea.GRPO(model={"tiny": {}}, environment="shapes", rollout=rollout, data=data).config
@@ -224,9 +222,7 @@ def test_sections_take_dotted_names_and_weights_any_names() -> None:
         fovea.GRPO(model={"tiny": {}}, rollout={"top_p": 0.5}, settings={"rollout": {"top_p": 0.9}})
     with pytest.raises(fovea.FoveaError, match=r"\bkind_weights\.a\b"):
         fovea.GRPO(model={"tiny": {}}, data={"kind_weights": {"a": 1}}, settings={"data.kind_weights.a": 2})
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
+    # NumPy's numbers are numbers
     settings = {"max_steps": np.int64(5), "rollout": {"top_p": np.float32(0.5)}, "profile": np.bool_(True)}
     betas = {"train": {"betas": [np.float64(0.5), np.float32(0.25)]}}
     config = fovea.GRPO(model={"tiny": {}}, environment="shapes", **settings, **betas).config
@@ -244,22 +240,15 @@ def test_an_algorithm_is_chosen_by_its_name_alone() -> None:
         fovea.PPO(model={"tiny": {}}, algorithm={"name": "grpo"})
 
 
-def test_the_arguments_are_the_settings_of_a_recipe() -> None:
-    assert Settings.__annotations__.keys() == Config.model_fields.keys() - {"model", "environment", "reward"}
-
-
-def test_a_model_by_its_path_takes_the_place_of_a_tiny_one() -> None:
-    Path("tiny.yaml").write_text("model: {tiny: {}}\n")
-    model = fovea.GRPO(recipe="tiny.yaml", model=Path("folder")).config.model
-    assert (model.path, model.tiny) == ("folder", None)
-
-
-def test_of_several_recipes_later_ones_win() -> None:
+def test_of_several_recipes_later_ones_win_and_a_path_takes_the_place_of_a_tiny_model() -> None:
     Path("small.yaml").write_text("max_steps: 7\nwarmup: null\n")
     config = fovea.GRPO(recipe=["shapes", Path("small.yaml")], seed=3).config
     assert (config.environment.name, config.max_steps, config.warmup, config.seed) == ("shapes", 7, None, 3)
     done = CliRunner().invoke(app, ["config", "shapes", "small.yaml", "seed=3"])
     assert yaml.safe_load(done.output) == yaml.safe_load(dump_config(config))
+    Path("tiny.yaml").write_text("model: {tiny: {}}\n")
+    model = fovea.GRPO(recipe="tiny.yaml", model=Path("folder")).config.model
+    assert (model.path, model.tiny) == ("folder", None)
 
 
 ROWS = [{"image": b""}]

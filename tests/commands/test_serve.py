@@ -45,10 +45,13 @@ def test_a_key_is_needed_for_other_machines_only_and_for_training() -> None:
             ServerAddress(port=taken.getsockname()[1]).check_free()
 
 
-def test_the_example_names_the_variable_of_the_key_and_a_reachable_address() -> None:
+def test_the_example_names_the_variable_of_the_key_and_nothing_prints_the_key(tmp_path: Path) -> None:
     text = example(ServerAddress(host="0.0.0.0", port=8001, api_key_env="MY_KEY"), "geo3k")
     said = ["curl http://127.0.0.1:8001/v1/chat/completions", '"Authorization: Bearer $MY_KEY"', '"model": "geo3k"']
     assert [line for line in said if line not in text] == []
+    server = ModelServer(folder=tmp_path, name="x", host="127.0.0.1", port=1, api_key="secret")
+    assert "secret" not in repr(server)
+    assert "secret" not in repr(Launch(command=["x"], environment={"KEY": "secret"}))
 
 
 def test_a_folder_is_served_as_it_is_and_anything_else_named(tmp_path: Path) -> None:
@@ -115,12 +118,6 @@ def test_a_second_ctrl_c_kills_what_is_still_ending(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         served.__exit__(None, None, None)
     assert child.exit_code == -signal.SIGKILL
-
-
-def test_what_is_printed_of_a_server_has_no_key(tmp_path: Path) -> None:
-    server = ModelServer(folder=tmp_path, name="x", host="127.0.0.1", port=1, api_key="secret")
-    assert "secret" not in repr(server)
-    assert "secret" not in repr(Launch(command=["x"], environment={"KEY": "secret"}))
 
 
 def test_a_checkpoint_that_is_younger_than_its_export_is_exported_again(

@@ -123,6 +123,13 @@ def test_rows_are_those_of_the_first_run_or_of_the_recipe(tmp_path: Path) -> Non
     assert shared_settings(both, recipe, []).seed == 9
     with pytest.raises(ConfigError, match=r"\(recipe=FILE,"):
         shared_settings(targets[:1], None, [])
+    # runs with different rewards need a recipe
+    first, second = make_run(tmp_path / "own", reward="mine.py:score"), make_run(tmp_path / "other")
+    targets = parse_targets([str(first), str(second)])
+    with pytest.raises(ConfigError, match=r"\breward: mine\.py:score and None\b"):
+        shared_settings(targets, None, [])
+    assert shared_settings(targets, second / "config.yaml", []).reward is None
+    assert shared_settings(targets, None, ["reward=ours.py:score"]).reward == "ours.py:score"
 
 
 LOAD = """
@@ -155,15 +162,6 @@ def test_a_folder_and_a_tiny_model_have_no_revisions(tmp_path: Path) -> None:
         load_network(Model(path=str(tmp_path), revision="v1"))
     with pytest.raises(ValueError, match=r"\bmodel\.tiny\b"):
         Model.model_validate({"tiny": {}, "revision": "v1"})
-
-
-def test_runs_with_different_rewards_need_a_recipe(tmp_path: Path) -> None:
-    first, second = make_run(tmp_path / "own", reward="mine.py:score"), make_run(tmp_path / "other")
-    targets = parse_targets([str(first), str(second)])
-    with pytest.raises(ConfigError, match=r"\breward: mine\.py:score and None\b"):
-        shared_settings(targets, None, [])
-    assert shared_settings(targets, second / "config.yaml", []).reward is None
-    assert shared_settings(targets, None, ["reward=ours.py:score"]).reward == "ours.py:score"
 
 
 def test_images_are_fetched_and_converted_as_the_settings_say(tmp_path: Path) -> None:

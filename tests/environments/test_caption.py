@@ -96,16 +96,13 @@ def test_a_word_that_every_reference_has_tells_nothing(tmp_path: Path) -> None:
     assert [scored(graders, task, text).reward for text in (TEXTS[0].upper(), "a red square")] == [1, 0]
 
 
-def test_overlaps_by_sacrebleu() -> None:
+def test_overlaps_by_sacrebleu_and_grading_without_and_with_a_reference_set() -> None:
     references = ["the cat sat on the mat", "a cat was on a mat"]
     assert bleu("the cat sat on the mat", references) == chrf("a cat was on a mat", references) == 1
     # 1-grams 5 of 6, 2-grams 3 of 5, 3-grams 2 of 4, 4-grams 1 of 3: (5/6 * 3/5 * 2/4 * 1/3) ** (1/4)
     assert bleu("the cat sat on the rug", references[:1]) == pytest.approx((5 / 6 * 4 / 5 * 3 / 4 * 2 / 3) ** 0.25)
     assert bleu("", references) == chrf("", references) == 0
     assert 0 < chrf("cats", references) < 0.5
-
-
-def test_grading_without_and_with_a_reference_set() -> None:
     graded = grade("a cat on a mat", ["a cat on a mat", "a dog"])
     assert (graded.score, set(graded.parts)) == (1.0, {"chrf", "bleu"})
     cider = CiderD([["a cat on a mat"], ["the sun is low"]])
@@ -204,7 +201,7 @@ CAPTIONS = ["a red dog runs on the grass", "two cats sleep on a bed on a bed on 
 PUBLISHED = [5.64174275, 1.1413488, 1.72675303, 1.40273034]
 
 
-def test_cider_by_hand() -> None:
+def test_cider_by_hand_and_as_the_published_code_gives_it() -> None:
     """Two images, one reference each; `a` is in both, so that its IDF is log(2/2) = 0."""
     cider = CiderD([["a cat"], ["a dog"]])
     # cosine 1 for words and pairs; no longer n-grams
@@ -216,9 +213,7 @@ def test_cider_by_hand() -> None:
     assert cider.score("dog", ["a cat"]) == 0
     assert cider.score("", ["a cat"]) == cider.score("a cat", [""]) == 0
     assert cider.score("a cat", []) == 0
-
-
-def test_the_published_code_gives_the_same() -> None:
+    # as the published code gives it
     cider = CiderD(REFERENCES)
     scores = [cider.score(caption, references) for caption, references in zip(CAPTIONS, REFERENCES, strict=True)]
     assert scores == pytest.approx(PUBLISHED, abs=1e-7)

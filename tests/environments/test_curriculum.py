@@ -61,9 +61,7 @@ def test_a_change_is_said_once_and_is_a_metric() -> None:
         "curriculum/weight_country": pytest.approx(0.6),
         "curriculum/weight_region": pytest.approx(0.4),
     }
-
-
-def test_an_environment_without_stages_has_nothing_to_say() -> None:
+    # an environment without stages has nothing to say
     curriculum = CurriculumProgress(stages_of_environment(BanditEnvironment()))
     assert (curriculum.begin_step(0), curriculum.stage, curriculum.metrics()) == (None, 0, {})
 
@@ -77,6 +75,9 @@ def test_by_success_a_stage_ends_when_its_own_window_is_good() -> None:
         stages.append(curriculum.stage)
         curriculum.end_step(reward)
     assert stages == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+    # a checkpoint of more stages
+    with pytest.raises(DataError, match=r"\bstage 5\b.*\b3\b"):
+        CurriculumProgress(STAGES).restore({"stage": 4, "recent_rewards": []})
 
 
 def test_the_loop_scores_by_stage_logs_it_and_evaluates_at_the_last(tmp_path: Path) -> None:
@@ -103,11 +104,6 @@ def test_a_resumed_run_goes_on_in_its_stage(tmp_path: Path) -> None:
     expected, found = ([(row["curriculum/stage"], row["reward"]) for row in read_metrics(x)] for x in (whole, parts))
     assert found == expected
     assert len({stage for stage, _ in expected}) > 1
-
-
-def test_a_checkpoint_of_more_stages_is_refused() -> None:
-    with pytest.raises(DataError, match=r"\bstage 5\b.*\b3\b"):
-        CurriculumProgress(STAGES).restore({"stage": 4, "recent_rewards": []})
 
 
 @table(

@@ -100,7 +100,9 @@ def test_rows_come_back_in_order_with_their_scores_and_calls_are_bounded(started
     assert endpoint.requests[-1]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_a_busy_server_is_asked_again_and_a_row_counts_once(started: Callable[..., Endpoint]) -> None:
+def test_a_server_that_is_busy_or_hangs_is_asked_again_and_one_that_refuses_is_not(
+    started: Callable[..., Endpoint],
+) -> None:
     endpoint = started((429, b"slow down"), (503, b"starting"), says("a"))
     rows = ask(endpoint, BanditEnvironment(), size=2)
     assert ([row.answers[0].text for row in rows], len(endpoint.requests)) == (["a", "a"], 4)
@@ -109,16 +111,12 @@ def test_a_busy_server_is_asked_again_and_a_row_counts_once(started: Callable[..
     with pytest.raises(EngineError, match=r"gives no answer: status 500 \('out of luck'\)"):
         ask(endpoint, BanditEnvironment(), size=1)
     assert len(endpoint.requests) == 1 + BOUNDS.max_retries
-
-
-def test_a_server_that_hangs_is_asked_again(started: Callable[..., Endpoint]) -> None:
+    # one that hangs
     endpoint = started(says("a"))
     endpoint.delay_seconds = 1.0
     with pytest.raises(EngineError, match=r"no answer within 0\.05 s"):
         ask(endpoint, BanditEnvironment(), CallBounds(timeout_seconds=0.05, calls_at_once=1, max_retries=1), size=1)
-
-
-def test_a_refused_request_is_a_bad_row_and_is_not_repeated(started: Callable[..., Endpoint]) -> None:
+    # a refused request is a bad row
     endpoint = started((400, b"too long"))
     with pytest.raises(BadRowError, match="test/0: the server refuses the request: status 400"):
         ask(endpoint, BanditEnvironment(), size=1)
@@ -164,7 +162,9 @@ def pixels(part: dict[str, dict[str, str]]) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
 
 
-def test_a_conversation_is_sent_whole_with_the_pictures_as_they_are(started: Callable[..., Endpoint]) -> None:
+def test_a_conversation_is_sent_whole_with_the_pictures_as_they_are_or_those_of_a_control(
+    started: Callable[..., Endpoint],
+) -> None:
     endpoint = started(says("closer"), says("a", finish="length"))
     (row,) = ask(endpoint, TwoTurns(), size=1)
     assert (row.answers[0].text, row.answers[0].was_truncated, row.answers[0].accuracy) == ("a", True, 1.0)
@@ -174,9 +174,7 @@ def test_a_conversation_is_sent_whole_with_the_pictures_as_they_are(started: Cal
     assert [part["type"] for part in second[2]["content"]] == ["text", "image_url"]
     assert np.array_equal(pixels(first[0]["content"][0]), TwoTurns.pictures[0])
     assert np.array_equal(pixels(second[2]["content"][1]), TwoTurns.pictures[1])
-
-
-def test_a_server_sees_the_pictures_of_a_control_in_replies_too(started: Callable[..., Endpoint]) -> None:
+    # those of a control in replies too
     endpoint = started(says("closer"), says("a"))
     ask(endpoint, TwoTurns(), size=1, changed=lambda source: image_controls(source, source.tasks, from_array)[1])
     _, second = (json.loads(json.dumps(sent["messages"])) for sent in endpoint.requests)

@@ -66,44 +66,31 @@ def results() -> EvalResults:
     return EvalResults(rows=tuple(map(row, range(4))), targets=(first, second))
 
 
-def test_accuracies_are_by_kind_and_by_image_type() -> None:
+def test_figures_of_targets_are_those_of_their_answers() -> None:
     base, trained = target_metrics(results())
     assert (base.accuracy.mean, trained.accuracy.mean) == (0.5, 0.75)
     assert {kind: x.mean for kind, x in trained.by_kind.items()} == {"colour": 1.0, "count": 0.5}
     by_image_type = {name: (x.mean, x.n) for name, x in trained.by_image_type.items()}
     assert by_image_type == {"drawing": (1.0, 1), "photo": (pytest.approx(2 / 3), 3)}
     assert (base.rows_skipped, trained.rows_skipped) == (0, 1)
-
-
-def test_targets_are_compared_with_the_first_in_pairs() -> None:
-    base, trained = target_metrics(results())
+    # with the first in pairs
     assert (base.versus_first, base.versus_first_by_kind) == (None, {})
     found = trained.versus_first
     assert (found.mean, found.better, found.worse) == (0.25, 1, 0)
     assert (found.low, found.high) == bootstrap_interval([0.0, 1.0, 0.0, 0.0])
     assert {kind: x.mean for kind, x in trained.versus_first_by_kind.items()} == {"colour": 0.5, "count": 0.0}
-
-
-def test_sampled_answers_give_pass_at_k_and_a_vote() -> None:
-    base, trained = target_metrics(results())
+    # of sampled answers
     assert (base.pass_at, base.majority) == ({}, None)
     assert {k: x.mean for k, x in trained.pass_at.items()} == {1: 3 / 8, 2: 0.5}
     assert trained.majority.mean == 0.25, "of two answers that differ the first counts"
-
-
-def test_what_a_control_loses_is_told_on_the_rows_it_has() -> None:
-    """Shuffled: rows 0 to 2, true (1, 1, 0), changed (0, 0, 1)."""
-    base, trained = target_metrics(results())
+    # of a control, on the rows that it has: shuffled 0 to 2, true (1, 1, 0), changed (0, 0, 1)
     assert base.image_ablation is None
     ablation = trained.image_ablation
     assert (ablation.true.mean, ablation.shuffled.mean, ablation.blank.mean) == (0.75, pytest.approx(1 / 3), 0.25)
     assert (ablation.lost_by_shuffling.mean, ablation.lost_by_shuffling.n) == (pytest.approx(1 / 3), 3)
     assert (ablation.lost_by_shuffling.better, ablation.lost_by_shuffling.worse) == (2, 1)
     assert ablation.lost_by_blanking.mean == 0.5
-
-
-def test_dependence_is_a_mean_over_the_rows_of_all_targets() -> None:
-    base, trained = target_metrics(results())
+    # the dependence, a mean over the rows of all targets
     assert base.picture_dependence is None
     shuffled, blank = trained.picture_dependence.shuffled, trained.picture_dependence.blank
     assert (shuffled.mean, shuffled.n, blank.mean, blank.n) == (0.75, 2, 0.75, 4)
@@ -177,15 +164,12 @@ def test_a_resample_of_zeros_and_ones_is_binomial(n: int, right: int) -> None:
     assert abs(high * n - binomial_quantile(n, right / n, 0.975)) <= 1
 
 
-def test_counts_of_distinct_values_are_as_good_as_rows() -> None:
+def test_counts_of_distinct_values_are_as_good_as_rows_and_intervals_are_seeded() -> None:
     """Against resampling row by row."""
     values = np.random.default_rng(1).beta(0.3, 0.5, 120).round(2)
     rng = np.random.default_rng(2)
     means = [rng.choice(values, len(values)).mean() for _ in range(10_000)]
     assert bootstrap_interval(values.tolist()) == pytest.approx(np.quantile(means, (0.025, 0.975)), abs=0.004)
-
-
-def test_intervals_are_seeded() -> None:
     values = [0.0, 1.0, 1.0, 0.3]
     assert bootstrap_interval(values, seed=3) == bootstrap_interval(values, seed=3)
     assert all(math.isnan(x) for x in bootstrap_interval([]))

@@ -66,15 +66,7 @@ def test_shuffled_images_are_those_of_other_tasks_of_the_kind() -> None:
         assert {id(task.images[0]) for task in shuffled if task.kind == kind} == owned
 
 
-def test_tasks_with_several_images_swap_with_tasks_that_have_as_many() -> None:
-    images = [ImageRef(source=np.full((8, 8, 3), index, dtype=np.uint8)) for index in range(9)]
-    counts = [1, 2, 1, 2, 0, 3]
-    tasks = [Task(id=str(i), question="q", answer="a", images=tuple(images[i : i + n])) for i, n in enumerate(counts)]
-    shuffled = {task.id: len(task.images) for task in with_shuffled_images(tasks)}
-    assert shuffled == {"0": 1, "2": 1, "1": 2, "3": 2}, "the others have nobody to swap with"
-
-
-def test_a_shuffled_image_is_never_the_same_picture() -> None:
+def test_a_shuffled_image_is_another_picture_of_a_task_with_as_many() -> None:
     """Rows of a data set often share one."""
     pictures = [ImageRef(source=bytes([value])) for value in (1, 1, 1, 2, 2, 3)]
     tasks = [Task(id=str(i), question="q", answer="a", images=(ref,)) for i, ref in enumerate(pictures)]
@@ -82,6 +74,12 @@ def test_a_shuffled_image_is_never_the_same_picture() -> None:
     assert len(shuffled) == 6
     for task in shuffled:
         assert task.images[0].source != pictures[int(task.id)].source
+    # tasks with several images swap with tasks that have as many
+    images = [ImageRef(source=np.full((8, 8, 3), index, dtype=np.uint8)) for index in range(9)]
+    counts = [1, 2, 1, 2, 0, 3]
+    tasks = [Task(id=str(i), question="q", answer="a", images=tuple(images[i : i + n])) for i, n in enumerate(counts)]
+    shuffled = {task.id: len(task.images) for task in with_shuffled_images(tasks)}
+    assert shuffled == {"0": 1, "2": 1, "1": 2, "3": 2}, "the others have nobody to swap with"
 
 
 def test_blank_images_of_large_photos_hold_no_pixels(tmp_path: Path) -> None:
@@ -271,9 +269,7 @@ def test_hashes_are_kept_between_runs_by_content(tmp_path: Path) -> None:
     Image.new("RGB", (9, 9), "blue").save(file)
     changed, opened = hashes(cache, [ImageRef(source=str(file))])
     assert (changed[0] != first[0], opened) == (True, 1)
-
-
-def test_a_cache_that_is_no_database_is_named(tmp_path: Path) -> None:
+    # a cache that is no database
     (tmp_path / "pixel_hashes.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(DataError, match=r"pixel_hashes\.sqlite cannot be used .* delete it, or set data\.cache_dir"):
         hashes(tmp_path, [ImageRef(source=b"x")])

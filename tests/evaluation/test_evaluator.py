@@ -116,7 +116,7 @@ def test_bad_rows_are_left_out_and_the_others_keep_their_place(begun: Run) -> No
     assert [row.index for row in wait_for(begun.evaluator.answers(source_of(tasks)))] == list(range(16))
 
 
-def test_the_majority_is_by_kind() -> None:
+def test_baselines_answer_with_the_majority_of_a_kind_and_with_the_truth() -> None:
     """Even rows are of kind 0, where b is made the most frequent; kinds unknown to training get the overall one."""
     environment = BanditEnvironment()
     train = [
@@ -133,9 +133,7 @@ def test_the_majority_is_by_kind() -> None:
     assert {row.index for row in found if row.answers[0].accuracy == 1} == set()
     with pytest.raises(DataError, match="no training row can be read"):
         majority_answers(environment, Gaps(train[:1]))
-
-
-def test_gold_answers_are_right_and_bad_rows_are_counted() -> None:
+    # gold answers are right, and bad rows are counted
     environment = BanditEnvironment()
     source = source_of(Gaps(environment.tasks("test")))
     found = wait_for(baseline_answers(environment, graded(environment), source, 9, environment.target))

@@ -61,12 +61,6 @@ BAD_LINES = [
 ]
 
 
-def test_an_environment_without_a_grader_is_named_with_those_that_have_one(tmp_path: Path) -> None:
-    result = grade("nope", tmp_path / "answers.jsonl")
-    told = "Invalid value for 'ENV': 'nope' is not one of 'geo3k', 'vqa'"
-    assert (result.exit_code, told in " ".join(result.stderr.split())) == (2, True)
-
-
 def test_what_cannot_be_graded_is_named_and_never_0(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     good = rb'{"prediction": "\\boxed{5} \ud800", "truth": "5"}'
@@ -137,7 +131,7 @@ def test_scores_are_those_of_a_run(tmp_path: Path) -> None:
     assert {row["score"] for row in rows} == {0.0, 1.0}
 
 
-def test_files_that_cannot_serve(tmp_path: Path) -> None:
+def test_files_that_cannot_serve_and_environments_without_a_grader(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     assert "no such file" in grade("geo3k", file).stderr
     for content, problem in (("", "it has no rows"), ("{}\n", "line 1: prediction is missing")):
@@ -149,13 +143,16 @@ def test_files_that_cannot_serve(tmp_path: Path) -> None:
     assert "is the file that is graded" in grade("geo3k", file, "--out", str(file)).stderr
     assert "grading captions reads it twice" in grade("caption", Path("/dev/null")).stderr
     assert file.read_text(encoding="utf-8").startswith("{")
+    result = grade("nope", tmp_path / "answers.jsonl")
+    told = "Invalid value for 'ENV': 'nope' is not one of 'geo3k', 'vqa'"
+    assert (result.exit_code, told in " ".join(result.stderr.split())) == (2, True)
 
 
 ROW = b'{"prediction": "\\\\boxed{4}", "truth": "4"}\n'
 COMMAND = [sys.executable, "-m", "fovea", "grade", "geo3k"]
 
 
-def test_a_reader_that_has_read_enough_ends_the_command_quietly(tmp_path: Path) -> None:
+def test_a_dash_is_stdin_and_a_reader_that_has_read_enough_ends_the_command_quietly(tmp_path: Path) -> None:
     """As `| head -1` does; the rows are more than a pipe holds."""
     (tmp_path / "answers.jsonl").write_bytes(ROW * 3000)
     command = subprocess.Popen([*COMMAND, tmp_path / "answers.jsonl"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -163,8 +160,5 @@ def test_a_reader_that_has_read_enough_ends_the_command_quietly(tmp_path: Path) 
     command.stdout.close()  # type: ignore[union-attr]
     assert command.communicate()[1] == b""
     assert command.wait() == 1
-
-
-def test_a_dash_is_stdin() -> None:
     done = subprocess.run([*COMMAND, "-"], input=ROW, capture_output=True, check=True)
     assert json.loads(done.stdout)["score"] == 1.0

@@ -211,12 +211,9 @@ def test_a_fully_trained_model_of_another_family(full: Path, tmp_path: Path) -> 
     assert model.config.model.dtype == "bfloat16"
 
 
-def test_limits_on_pixels_go_with_the_model(merged: Path) -> None:
-    size = AutoImageProcessor.from_pretrained(merged).size
-    assert (size["longest_edge"], size["shortest_edge"]) == (1600, 256)
-
-
-def test_the_video_processor_is_the_familys_or_the_bases(full: Path, merged: Path, tmp_path: Path) -> None:
+def test_the_processors_are_those_of_the_settings_and_the_family_or_the_base(
+    full: Path, merged: Path, tmp_path: Path
+) -> None:
     images, videos = (
         json.loads((merged / name).read_text()) for name in ("preprocessor_config.json", VIDEO_PROCESSOR_FILE)
     )
@@ -236,6 +233,9 @@ def test_the_video_processor_is_the_familys_or_the_bases(full: Path, merged: Pat
     (base / VIDEO_PROCESSOR_FILE).symlink_to(tmp_path / "private.json")
     with pytest.raises(DataError, match=r"leads out of"):
         write_model(out, model)
+    # limits on pixels go with the model
+    size = AutoImageProcessor.from_pretrained(merged).size
+    assert (size["longest_edge"], size["shortest_edge"]) == (1600, 256)
 
 
 def test_the_card_tells_recipe_and_figures(lora: Path, merged: Path, tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def card(**changes: object) -> str:
     return model_card(Card(**(fields | changes)))
 
 
-def test_the_front_matter_is_what_the_hub_reads() -> None:
+def test_the_front_matter_is_what_the_hub_reads_and_the_text_says_how_to_load_it() -> None:
     text = card()
     _, front, rest = text.split("---\n", 2)
     assert yaml.safe_load(front) == {
@@ -407,12 +407,15 @@ def test_the_front_matter_is_what_the_hub_reads() -> None:
     }
     assert "at revision abc" in rest
     assert "had not finished when this step was exported" in rest
-
-
-def test_arguments_of_the_chat_template_are_named() -> None:
+    # arguments of the chat template
     config = Config.model_validate({"model": {"path": "a/b", "chat_template_kwargs": {"enable_thinking": False}}})
     assert "with `enable_thinking=False`: they are defaults of this folder's template" in card(config=config)
     assert "`enable_thinking=False`: pass it to apply_chat_template" in card(config=config, adapter_only=True)
+    # an adapter
+    text = card(adapter_only=True)
+    assert "library_name: peft" in text
+    assert 'PeftModel.from_pretrained(base, "model")' in text
+    assert "base.generation_config.suppress_tokens = [3, 7]" in text
 
 
 def test_figures_of_the_run() -> None:
@@ -436,10 +439,3 @@ def test_nothing_that_others_wrote_is_markdown() -> None:
     recipe = text[text.index("## Recipe") :]
     assert recipe.count("````") == 2
     assert recipe.rstrip().endswith("````")
-
-
-def test_an_adapter_says_where_it_goes() -> None:
-    text = card(adapter_only=True)
-    assert "library_name: peft" in text
-    assert 'PeftModel.from_pretrained(base, "model")' in text
-    assert "base.generation_config.suppress_tokens = [3, 7]" in text

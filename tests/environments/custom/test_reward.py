@@ -114,15 +114,12 @@ def test_what_a_function_returns_is_a_score(returned: object, score: Score) -> N
     assert type(found.reward) is float
 
 
-def test_names_and_places_of_a_score_are_plain() -> None:
+def test_names_and_places_of_a_score_are_plain_and_rewards_of_turns_sum_to_the_reward() -> None:
     """As its records and metrics are written, which NumPy's numbers and mixed keys would end."""
     marks = (Mark(image=np.int64(1), xy=np.array([0.5, 1.0])),)  # type: ignore[arg-type]
     score = score_of(scores(parts={1: 2.0, "a": 3.0}, marks=marks), num_images=1)
     assert score.parts == {"1": 2.0, "a": 3.0}
     assert json.dumps([score.marks[0].image, score.marks[0].xy]) == "[1, [0.5, 1.0]]"
-
-
-def test_rewards_of_turns_sum_to_the_reward() -> None:
     turns = (Turn(messages=(), text="a"), Turn(messages=(), text="b"))
     expected = Score(reward=0.75, accuracy=0.75, turns=(1.0, -0.25))
     for returned in ({"turns": [1, np.float32(-0.25)]}, {"turns": [1, -0.25], "reward": 0.75}, expected):

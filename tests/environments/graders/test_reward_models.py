@@ -138,13 +138,10 @@ def test_a_right_answer_after_a_call_that_succeeded_has_a_bonus(
     assert (score.reward, score.parts["tool_bonus"]) == (without.reward + bonus, bonus)
 
 
-def test_a_bonus_is_added_to_the_score_of_a_session() -> None:
+def test_a_bonus_is_added_to_the_score_of_a_session_and_a_reward_with_one_is_tried(made: Made, tmp_path: Path) -> None:
     own = limited(ScoredEpisodes(), {"environment": {"name": "shapes", "tool_bonus": 0.5}})
     assert {episode.score.reward for episode in rolled_out(own, rows=2, n=1).episodes} == {4.0}
     assert rolled_out(own, rows=1, n=1).episodes[0].score.parts == {"tool_bonus": 0.0}
-
-
-def test_a_reward_with_a_bonus_has_its_trial_call(made: Made, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def score(task, text, images): return text.colour")
     broken = made({"name": "shapes", "tool_bonus": 0.5}, reward=f"{tmp_path}/broken.py:score")
     with pytest.raises(ScoreError, match=r"broken\.py:score raised AttributeError"):
@@ -155,10 +152,12 @@ class RuledSessions(ScoredEpisodes):
     graders = (VqaGrader(VqaEnvironment(train_files=("a",), test_files=("b",))),)
 
 
-def test_a_second_opinion_beside_sessions_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_second_opinion_beside_sessions_and_a_missing_key_are_refused_at_once(tmp_path: Path, made: Made) -> None:
     config = {"environment": {"name": "vqa", **files(tmp_path, ROWS)}, "second_opinion": "wrong", **JUDGE}
     with pytest.raises(ConfigError, match=r"^second_opinion\b"):
         limited(RuledSessions(), config)
+    with pytest.raises(ConfigError, match=r"judge\.api_key_env=NO_KEY, but there is no such"):
+        made("vqa", second_opinion="wrong", judge={**JUDGE["judge"], "api_key_env": "NO_KEY"})
 
 
 def test_a_function_of_a_part_and_of_a_whole_mixture_replaces_scores_of_sessions(made: Made, tmp_path: Path) -> None:
@@ -223,11 +222,6 @@ SCENES: dict[str, object] = {"name": "shapes"}
 def test_settings_that_do_not_go_together(environment: Any, settings: dict[str, Any], message: str, made: Made) -> None:
     with pytest.raises(ValidationError, match=message):
         made(environment, **settings)
-
-
-def test_a_key_that_is_missing_is_named(made: Made) -> None:
-    with pytest.raises(ConfigError, match=r"judge\.api_key_env=NO_KEY, but there is no such"):
-        made("vqa", second_opinion="wrong", judge={**JUDGE["judge"], "api_key_env": "NO_KEY"})
 
 
 def test_a_judge_and_a_reward_model_share_a_reward(made: Made, tmp_path: Path, serve: Callable[..., Endpoint]) -> None:

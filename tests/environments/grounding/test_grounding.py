@@ -61,16 +61,13 @@ def test_a_published_layout_is_read_as_it_is(layout: Callable[[Path], Path], fam
         assert score(environment, task, "I do not see it").reward == 0
 
 
-def test_boxes_of_vlm_r1(tmp_path: Path) -> None:
+def test_boxes_of_vlm_r1_in_the_coordinates_of_each_family(tmp_path: Path) -> None:
     environment = grounding(vlm_r1(tmp_path))
     task = environment.tasks("test")[0]
     assert (task.question, task.answer) == ("the lady in blue", "[[40, 20, 240, 120]]")
     assert environment.target(task) == '{"bbox_2d": [100, 100, 600, 600]}'
     assert score(environment, task, environment.target(task)).marks[0].xy == pytest.approx((0.1, 0.1, 0.6, 0.6))
-
-
-def test_the_resized_picture_of_qwen2_5_vl_has_other_pixels(tmp_path: Path) -> None:
-    """A processor that halves the sides, from 400 x 200 to 192 x 96."""
+    # a processor of Qwen2.5-VL that halves the sides, from 400 x 200 to 192 x 96
     file = vlm_r1(tmp_path)
     environment = Grounding(settings_of(file), RowAccess(), pictures("qwen2_5_vl", max_pixels=19_000))
     task = environment.tasks("test")[0]
@@ -163,7 +160,7 @@ def test_a_box_returns_from_the_coordinates_of_a_model(size: Any, family: str, c
         assert max(off) <= HALF, (box, back)
 
 
-def test_the_frame_is_that_of_the_family_and_of_the_setting() -> None:
+def test_the_frame_is_that_of_the_family_and_of_the_setting_and_sizes_are_those_shown(tmp_path: Path) -> None:
     ref = ImageRef(source=np.zeros((97, 131, 3), np.uint8))
     assert [frame_of("model", ref, pictures(family)) for family in FAMILIES] == [(128, 96), (1000, 1000)]
     seen_by = pictures()
@@ -171,9 +168,7 @@ def test_the_frame_is_that_of_the_family_and_of_the_setting() -> None:
     assert frames == [(128, 96), (1000, 1000), (1, 1), (131, 97)]
     assert in_frame((0.12345, 0.5, 0.12346, 0.75), (1, 1)) == (0.1235, 0.5, 0.1236, 0.75)
     assert in_frame((0.5, 0.5, 0.5001, 0.5001), (1000, 1000)) == (500, 500, 501, 501)
-
-
-def test_a_photo_that_is_shown_turned_has_the_size_that_is_shown(tmp_path: Path) -> None:
+    # a photo that is shown turned
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (40, 20)).save(tmp_path / "turned.jpg", exif=exif)

@@ -174,9 +174,11 @@ def test_a_call_that_fails_is_one_line_for_the_model(text: str, says: str) -> No
     assert "Traceback" not in part
 
 
-def test_only_so_many_calls_of_a_turn_are_made() -> None:
+def test_calls_of_a_turn_and_texts_have_limits() -> None:
     found = results(Use(JsonCalls()), call("calculator", expression="1") * 20, Calculator())
     assert (len(found), found[-1].parts) == (9, ("Error: at most 8 calls are made in a turn",))
+    (message,) = results(Use(JsonCalls()), call("picture"), made("ab" * 5_000))
+    assert message.parts == ("ab" * 4_000 + "... (2000 more characters)",)
 
 
 @table(
@@ -209,11 +211,6 @@ def test_a_path_inside_the_folder_of_images_is_opened(tmp_path: Path) -> None:
     for place, fails in {"a.png": False, "../a.png": True}.items():
         (message,) = results(use, call("picture"), made(ImageRef(source=str(tmp_path / place))))
         assert message.failed == fails
-
-
-def test_a_long_text_is_cut_with_a_note() -> None:
-    (message,) = results(Use(JsonCalls()), call("picture"), made("ab" * 5_000))
-    assert message.parts == ("ab" * 4_000 + "... (2000 more characters)",)
 
 
 def test_prints_of_a_tool_stay_out_of_the_console_and_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
