@@ -383,7 +383,7 @@ def test_recipes_are_listed_with_what_they_need_and_printed_as_they_are(tmp_path
         describe_recipe(tmp_path / "mine.yaml")
 
 
-def test_a_name_stands_for_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_stands_for_the_file_and_no_setting_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shapes = ROOT / "recipes" / "shapes.yaml"
     assert sort_words(["shapes", "seed=1", "tiny"]) == ([shapes, ROOT / "recipes" / "tiny.yaml"], ["seed=1"])
@@ -392,9 +392,6 @@ def test_a_name_stands_for_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "shapes").write_text("seed: 3\n")
     assert find_recipe("shapes") == Path("shapes")  # your own file is
     assert [fovea(command, str(shapes)).exit_code for command in ("config", "plan")] == [0, 0]
-
-
-def test_no_recipe_is_called_as_a_setting_or_section() -> None:
     keys = {part for each in describe() for part in (each.key, each.key.partition(".")[0])}
     assert not keys & set(shipped_recipes())
 

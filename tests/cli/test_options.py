@@ -233,7 +233,7 @@ def test_a_dry_run_opens_rows_and_model(
     assert (result.exit_code, message in result.stderr) == (2, True), result.output
 
 
-def test_a_dry_run_says_that_the_warm_up_imitates_longer_answers_than_rl_samples(in_tmp_path: None) -> None:
+def test_a_dry_run_says_what_long_answers_few_rows_and_few_pictures_lead_to(in_tmp_path: None) -> None:
     write_rows(good_but(answer="one two three four five"))
     words = ["rollout.max_new_tokens=4", "environment.dev_files=[test.jsonl]"]
     result = dry_run(*words, "warmup={}", recipe="own.yaml")
@@ -243,6 +243,15 @@ def test_a_dry_run_says_that_the_warm_up_imitates_longer_answers_than_rl_samples
     )
     assert re.search(said + "cuts when RL samples it", result.stdout)
     assert "imitates" not in dry_run(*words, recipe="own.yaml").stdout
+    # few rows and pictures
+    write_rows([GOOD | {"image": f"{n % 3}.png"} for n in range(60)])
+    for number in range(3):
+        Image.new("RGB", (32, 32)).save(f"{number}.png")
+    shares = ["environment.test_files=null", "environment.test_share=0.2", "environment.dev_share=0.05"]
+    lines = dry_run(*shares, "rollout.prompts_per_step=1000", recipe="own.yaml").stdout
+    for share in ("test_share=0.2", "dev_share=0.05"):
+        assert f"environment.{share} of 60 rows holds out 20 and leaves 20 to train on, since rows that share" in lines
+    assert "rollout.prompts_per_step=1000 is more than the 20 training rows" in lines
 
 
 def test_a_dry_run_opens_all_rows_where_that_is_asked_for(in_tmp_path: None) -> None:
@@ -253,17 +262,6 @@ def test_a_dry_run_opens_all_rows_where_that_is_asked_for(in_tmp_path: None) -> 
     whole = fovea("train", "own.yaml", "--dry-run=full")
     assert "train: 1 of the 100 rows opened cannot be used, the first: " in whole.stderr
     assert "is not one of 'sample', 'full'" in fovea("train", "own.yaml", "--dry-run=all").stderr
-
-
-def test_a_dry_run_says_what_few_rows_and_pictures_lead_to(in_tmp_path: None) -> None:
-    write_rows([GOOD | {"image": f"{n % 3}.png"} for n in range(60)])
-    for number in range(3):
-        Image.new("RGB", (32, 32)).save(f"{number}.png")
-    shares = ["environment.test_files=null", "environment.test_share=0.2", "environment.dev_share=0.05"]
-    lines = dry_run(*shares, "rollout.prompts_per_step=1000", recipe="own.yaml").stdout
-    for share in ("test_share=0.2", "dev_share=0.05"):
-        assert f"environment.{share} of 60 rows holds out 20 and leaves 20 to train on, since rows that share" in lines
-    assert "rollout.prompts_per_step=1000 is more than the 20 training rows" in lines
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

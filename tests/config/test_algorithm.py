@@ -89,6 +89,11 @@ def test_a_text_stands_for_its_section_and_a_choice_comes_first() -> None:
     assert settings("algorithm.name=dapo", "algorithm.dynamic_sampling=false").algorithm.dynamic_sampling is None
     assert settings("warmup=false").warmup is None
     assert settings("algorithm.name=rloo", "algorithm.kl=null").algorithm.kl is None
+    # a name in place of the section is that of the algorithm
+    long, short = (settings(f"algorithm{key}=gspo", "algorithm.ppo_epochs=2") for key in (".name", ""))
+    assert long == short
+    assert settings("algorithm.ppo_epochs=2", "algorithm=gspo") == short
+    assert short.algorithm.loss.name == "gspo"
 
 
 @table("old", DEFAULTS_OF)
@@ -131,13 +136,6 @@ def test_what_nothing_reads_cannot_be_written(override: str, key: str, variants:
     first = variants.partition(" | ")[0]
     told = f"algorithm.{key}: a setting of algorithm.{variants} only; drop it, or add algorithm.{first}"
     assert str(caught.value) == f"command line: {told}"
-
-
-def test_a_name_in_place_of_the_section_is_that_of_the_algorithm() -> None:
-    long, short = (settings(f"algorithm{key}=gspo", "algorithm.ppo_epochs=2") for key in (".name", ""))
-    assert long == short
-    assert settings("algorithm.ppo_epochs=2", "algorithm=gspo") == short
-    assert short.algorithm.loss.name == "gspo"
 
 
 @table(

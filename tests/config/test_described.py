@@ -36,9 +36,11 @@ def test_every_recipe_parses_and_comes_back(path: Path, tmp_path: Path) -> None:
     assert load_config([tmp_path / "config.yaml"], []) == config
 
 
-def test_a_dump_is_whole_and_in_order() -> None:
+def test_a_dump_is_whole_in_order_and_keeps_texts_that_look_like_numbers() -> None:
     tree = yaml.safe_load(dump_config(TINY))
     assert (list(tree), list(tree["rollout"])) == (list(Config.model_fields), list(Rollout.model_fields))
+    config = Config(model=Model(path="1e-6"), run_dir="2026-11-21", rollout=Rollout(stop=("yes", "007", "1:30", "08")))
+    assert Config.model_validate(parse_override(f"x={dump_config(config)}")["x"]) == config
 
 
 @settings(max_examples=50, deadline=None)
@@ -55,15 +57,21 @@ def test_any_config_comes_back(run_dir: str, stop: list[str], weights: dict[str,
     assert Config.model_validate(parse_override(f"x={dump_config(config)}")["x"]) == config
 
 
-def test_texts_that_look_like_numbers_come_back() -> None:
-    config = Config(model=Model(path="1e-6"), run_dir="2026-11-21", rollout=Rollout(stop=("yes", "007", "1:30", "08")))
-    assert Config.model_validate(parse_override(f"x={dump_config(config)}")["x"]) == config
-
-
-def test_every_setting_is_described() -> None:
+def test_every_setting_is_described_in_whole_sentences_with_its_variants() -> None:
     described = describe()
     assert len({(setting.key, setting.doc) for setting in described}) == len(described)
     assert [setting.key for setting in described if not setting.doc.strip()] == []
+    (setting,) = describe("environment.zoom")
+    assert setting.doc.startswith("[environment.name=shapes_small] Let the model ask for an enlarged box of the scene")
+    (shared,) = describe("environment.train_files")
+    assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | rows | geospot | grounding | nemo_gym] ")
+    (engine,) = [setting for setting in describe("rollout.engine") if setting.key == "rollout.engine.name"]
+    assert " after every update (extra: vllm). vllm_servers: " in engine.doc
+    assert [setting.key for setting in describe() if setting.doc[-1] not in ".`)"] == []
+    # a prefix is whole words
+    assert all(setting.key.startswith("model.lora") for setting in describe("model.lora"))
+    with pytest.raises(ConfigError, match=r"rollou: no such setting; did you mean rollout\?"):
+        describe("rollou")
 
 
 @table(
@@ -91,22 +99,6 @@ def test_every_setting_is_described() -> None:
 def test_a_description(key: str, type_text: str, default: str) -> None:
     (setting,) = [setting for setting in describe(key) if setting.key == key]
     assert (setting.type, setting.default) == (type_text, default)
-
-
-def test_settings_of_one_variant_say_so_and_choices_are_whole_sentences() -> None:
-    (setting,) = describe("environment.zoom")
-    assert setting.doc.startswith("[environment.name=shapes_small] Let the model ask for an enlarged box of the scene")
-    (shared,) = describe("environment.train_files")
-    assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | rows | geospot | grounding | nemo_gym] ")
-    (engine,) = [setting for setting in describe("rollout.engine") if setting.key == "rollout.engine.name"]
-    assert " after every update (extra: vllm). vllm_servers: " in engine.doc
-    assert [setting.key for setting in describe() if setting.doc[-1] not in ".`)"] == []
-
-
-def test_a_prefix_is_whole_words() -> None:
-    assert all(setting.key.startswith("model.lora") for setting in describe("model.lora"))
-    with pytest.raises(ConfigError, match=r"rollou: no such setting; did you mean rollout\?"):
-        describe("rollou")
 
 
 SCHEMA = recipes_folder() / "recipe.schema.json"

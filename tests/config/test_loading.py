@@ -48,15 +48,14 @@ def error_of(recipes: list[Path], *overrides: str) -> str:
 # Layers
 
 
-def test_a_recipe_fills_the_defaults(recipe: Path) -> None:
+def test_later_layers_win_key_by_key_also_in_sections_that_are_off(recipe: Path) -> None:
     config = load_config([recipe], [])
     assert config == Config(seed=3, model=Model(tiny=TinyModel(num_layers=2)), environment=ShapesEnvironment(level=2))
-
-
-def test_later_layers_win_key_by_key(recipe: Path) -> None:
     Path("over.yaml").write_text("seed: 4\nmodel: {tiny: {num_heads: 4}}\n", encoding="utf-8")
     config = load_config([recipe, Path("over.yaml")], ["model.tiny.num_layers=5"])
     assert (config.seed, config.model.tiny) == (4, TinyModel(num_layers=5, num_heads=4))
+    config = load_config([recipe], ["model.lora.rank=8", "warmup={}"])
+    assert (config.model.lora, config.warmup) == (Lora(rank=8), Warmup())
 
 
 @table(("override", "rate"), [("1e-4", 1e-4), ("1.0e-4", 1e-4), (".5", 0.5), ("1", 1.0), ("1E+2", 100.0)])
@@ -82,11 +81,6 @@ def test_the_fast_path_is_off_as_it_is_written(recipe: Path) -> None:
     for config in (load_config([recipe], ["model.fast_path=off"]), load_config([recipe, Path("over.yaml")], [])):
         assert config.model.fast_path == "off"
         assert Config.model_validate(parse_override(f"x={dump_config(config)}")["x"]) == config
-
-
-def test_overrides_reach_into_sections_that_are_off(recipe: Path) -> None:
-    config = load_config([recipe], ["model.lora.rank=8", "warmup={}"])
-    assert (config.model.lora, config.warmup) == (Lora(rank=8), Warmup())
 
 
 def test_null_turns_a_section_or_mapping_off_and_starts_it_over(recipe: Path) -> None:
@@ -220,12 +214,9 @@ def test_an_error_of_the_gym_has_the_names_of_the_recipe_in_a_run_and_its_own_el
     assert name == "mixture" or part.startswith(f"command line: environment.parts.a: {named}")
 
 
-def test_an_override_of_the_other_environment_is_never_dropped(recipe: Path) -> None:
+def test_an_override_of_another_environment_is_never_dropped_and_what_a_choice_dropped_is_named(recipe: Path) -> None:
     told = error_of([recipe], "environment.zoom=true", "environment.name=geo3k")
     assert told.startswith("command line: environment.zoom: a setting of environment.name=shapes_small only; drop it")
-
-
-def test_what_another_environment_lacks_names_what_its_choice_dropped(recipe: Path) -> None:
     sets = "environment: {name: vqa, train_files: [a.jsonl], test_share: 0.1}\n"
     recipe.write_text(f"model: {{tiny: {{}}}}\n{sets}", encoding="utf-8")
     chosen = "environment.name=caption dropped what recipes/small.yaml had set there"

@@ -31,6 +31,10 @@ def test_the_smallest_config_is_the_demo_model_on_shapes_and_frozen() -> None:
     assert (config.environment, config.warmup, config.train.learning_rate) == (ShapesEnvironment(), None, 1e-6)
     with pytest.raises(ValidationError, match="frozen"):
         config.rollout.top_p = 0.5  # type: ignore[misc]
+    # the vision tower trains unless frozen or behind adapters
+    assert Model(path="folder").trains_vision
+    assert not Model(path="folder", freeze_vision_tower=True).trains_vision
+    assert not Model(path="folder", lora=Lora()).trains_vision
 
 
 @table(
@@ -121,12 +125,6 @@ def test_what_corrects_for_other_probabilities_is_allowed() -> None:
     of_tiny(rollout={"engine": {"decode_weights": "int8"}}, algorithm=weighed)
 
 
-def test_the_vision_tower_trains_unless_frozen_or_behind_adapters() -> None:
-    assert Model(path="folder").trains_vision
-    assert not Model(path="folder", freeze_vision_tower=True).trains_vision
-    assert not Model(path="folder", lora=Lora()).trains_vision
-
-
 SERVERS = (
     *("rollout.engine=vllm_servers", "rollout.engine.weights_dir=w"),
     "rollout.engine.servers=[http://a:1, http://b:2]",
@@ -210,16 +208,13 @@ def test_what_cannot_be_done_is_refused(base: tuple[str, ...], words: str, messa
         load(*base, *words.split())
 
 
-def test_the_last_workers_hold_an_engine_alone() -> None:
+def test_the_last_workers_hold_an_engine_only_and_learners_are_divided_by_replicas() -> None:
     workers = [0, 1, 2, 3]
     alone = {"rollout_gpus": 1}
     clusters = (Cluster(), Cluster(placement="disaggregated", **alone), Cluster(placement="hybrid", **alone))
     placements = [Placement.of(cluster, len(workers)) for cluster in clusters]
     held = [(placement.learners(workers), placement.engines(workers)) for placement in placements]
     assert held == [(workers, workers), ([0, 1, 2], [3]), ([0, 1, 2], workers)]
-
-
-def test_learners_are_some_and_divided_by_replicas() -> None:
     cluster = Cluster(placement="disaggregated", rollout_gpus=2)
     assert Placement.of(cluster, 8, replicas=3).replicas == 3
     with pytest.raises(ConfigError, match=r"replicas=4\b.*\b1, 2, 3 or 6$"):
@@ -257,14 +252,11 @@ def test_parts_have_the_settings_of_any_environment(tmp_path: Path) -> None:
     assert load_config([tmp_path / "all.yaml"], []) == config
 
 
-def test_an_override_may_add_a_part(tmp_path: Path) -> None:
+def test_an_override_may_add_a_part_and_parts_have_short_forms(tmp_path: Path) -> None:
     for override in (".environment=shapes", "={environment: {name: shapes}}"):
         added = load_parts(tmp_path, f"environment.parts.more{override}", "environment.parts.more.share=4").environment
         assert isinstance(added, MixtureEnvironment)
         assert added.parts.by_name["more"].share == 4
-
-
-def test_short_forms_of_parts(tmp_path: Path) -> None:
     # the choice of an environment comes before its settings, wherever it is written
     files = [f"{SCENES}.environment.{split}_files=[x]" for split in ("train", "test")]
     config = load_parts(tmp_path, *files, f"{SCENES}.environment=vqa", f"{GEOMETRY}.environment=mine.py:Class")
@@ -304,13 +296,10 @@ def test_what_a_mixture_cannot_have(override: str, message: str, tmp_path: Path)
     assert "\n" not in str(told.value)
 
 
-def test_a_reward_that_would_never_be_asked_is_refused(tmp_path: Path) -> None:
+def test_a_reward_that_would_never_be_asked_and_parts_without_a_mixture_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\benvironment\.parts\.geometry\.reward\b"):
         load_parts(tmp_path, "reward=a.py:f", f"{GEOMETRY}.reward=b.py:g")
     assert load_parts(tmp_path, f"{GEOMETRY}.reward=b.py:g").rewards == {f"{GEOMETRY}.reward": ("b.py:g",)}
-
-
-def test_parts_without_a_mixture() -> None:
     for words, told in (
         ([f"{GEOMETRY}.environment.train_files=[a]"], "parts: a setting of environment.name=mixture only"),
         (["environment=mixture", "environment.parts={}"], "parts is empty"),

@@ -73,13 +73,10 @@ def test_every_answer_of_the_server_is_in_the_file(tmp_path: Path) -> None:
     assert base64.b64decode(page.blocks[f"images/1/{image_in(folder)}"]) == png
 
 
-def test_a_run_that_failed_early_has_a_page(tmp_path: Path) -> None:
+def test_a_run_that_failed_early_has_a_page_and_a_long_run_few_points(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path))
     (run,) = page.value("runs")
     assert (run["name"], run["metrics"], run["about"], run["entries"]) == (tmp_path.name, [], {}, 0)
-
-
-def test_a_long_run_has_few_points(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=0, recorded=())
     lines = (f'{{"step": {step}, "reward": {step % 7}, "entropy": 0.125}}\n' for step in range(1, 50_001))
     (folder / "metrics.jsonl").write_text("".join(lines))

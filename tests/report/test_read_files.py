@@ -72,13 +72,18 @@ def test_records_read_back_as_written(tmp_path: Path) -> None:
     assert read_step(tmp_path, 50) == (record("new"),)
 
 
-def test_an_image_is_kept_once(tmp_path: Path) -> None:
+def test_an_image_is_kept_once_small_and_with_its_pixels(tmp_path: Path) -> None:
     names = [write_image(tmp_path, picture(shade)) for shade in (10, 200, 10)]
     assert names[0] == names[2] != names[1]
     assert sorted(path.stem for path in (tmp_path / "samples" / "images").iterdir()) == sorted(set(names))
     assert read_image(tmp_path, names[0]) == picture(10)
     image_path(tmp_path, names[0]).unlink()
     assert read_image(tmp_path, names[0]) is None
+    with Image.open(io.BytesIO(png_bytes(Image.new("RGBA", (2000, 1000), (9, 8, 7, 255))))) as image:
+        assert (image.size, image.getpixel((0, 0))) == ((768, 384), (9, 8, 7))
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 5, 3), np.uint8)
+    with Image.open(io.BytesIO(png_bytes(Image.fromarray(pixels)))) as image:
+        assert np.array_equal(np.asarray(image), pixels)
 
 
 @table("text", ["line\nbreak", "u\u2028v\u0085w", "\ud800 half a pair", "数 \x00 😀", '"}\n{"'])
@@ -98,14 +103,6 @@ def test_a_reward_that_is_not_finite_is_still_valid_json(tmp_path: Path) -> None
     json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text(), parse_constant=refuse)
     (back,) = read_step(tmp_path, 1)[0].answers
     assert (math.isnan(back.reward), math.isnan(back.parts["match"])) == (True, True)
-
-
-def test_a_large_image_is_kept_small_and_a_small_one_keeps_its_pixels() -> None:
-    with Image.open(io.BytesIO(png_bytes(Image.new("RGBA", (2000, 1000), (9, 8, 7, 255))))) as image:
-        assert (image.size, image.getpixel((0, 0))) == ((768, 384), (9, 8, 7))
-    pixels = np.random.default_rng(0).integers(0, 256, (6, 5, 3), np.uint8)
-    with Image.open(io.BytesIO(png_bytes(Image.fromarray(pixels)))) as image:
-        assert np.array_equal(np.asarray(image), pixels)
 
 
 @table(
@@ -202,13 +199,10 @@ def test_a_run_without_an_index_is_read_in_parts(tmp_path: Path) -> None:
     assert entries(index) == [(1, 2), (2, 0), (3, 2)]
 
 
-def test_a_short_curve_is_kept_as_it_is() -> None:
+def test_a_short_curve_is_kept_as_it_is_and_points_of_a_long_one_are_means_with_their_range() -> None:
     curve = downsampled(np.array([1.0, 2.0, 3.0]), np.array([0.5, math.nan, 0.25]), 10)
     assert curve.steps_B.tolist() == [1.0, 3.0], "a value that is not finite has no place on a curve"
     assert curve.means_B.tolist() == curve.lows_B.tolist() == [0.5, 0.25]
-
-
-def test_points_of_a_long_curve_are_means_with_their_range() -> None:
     curve = downsampled(np.arange(1.0, 8.0), np.array([1.0, 3.0, 2.0, 4.0, 9.0, 0.0, 5.0]), 3)
     assert curve.steps_B.tolist() == [1.5, 3.5, 6.0], "two, two and three steps"
     assert curve.means_B.tolist() == pytest.approx([2.0, 3.0, 14 / 3])

@@ -21,7 +21,7 @@ from fovea.report.summary import Summary, SummaryJson, read_summary, write_summa
 from fovea.report.tables import controls_table, summary_table
 from fovea.report.viewed_run import ViewedRun
 from fovea.types import Evaluation
-from fovea_gym.benchmarks.estimates import Estimate, wilson_interval
+from fovea_gym.benchmarks.estimates import Estimate
 from fovea_gym.errors import DataError
 from fovea_tools.published.catalogue import find_result, published_results
 from fovea_tools.published.reproduce import published_json
@@ -46,10 +46,6 @@ def shown(summary: Summary, width: int = 100) -> str:
     return console.export_text()
 
 
-def test_types_that_were_not_shuffled_do_not_count_beside_those_that_were() -> None:
-    assert replace(SUMMARY, shuffled_images=evaluation_of(count=(3, 10))).to_json().get("same_kinds") == 0.8
-
-
 def test_json_has_the_agreed_shape() -> None:
     figures = SUMMARY.to_json()
     test = figures.pop("test")
@@ -67,13 +63,13 @@ def test_json_has_the_agreed_shape() -> None:
         "steps": 1200,
         "seed": 3,
     }
-
-
-def test_stages_that_did_not_run_are_null() -> None:
+    # stages that did not run
     figures = replace(RL_ONLY, duplicates_across_splits=None).to_json()
     assert figures["accuracy"] == {"before": None, "warmup": None, "final": 0.9}
     assert figures["by_type"]["count"] == {"warmup": None, "final": 0.8, "n": 10}
     assert figures["shuffled_images"] is figures["blank_images"] is figures["duplicates_across_splits"] is None
+    # types that were not shuffled do not count beside those that were
+    assert replace(SUMMARY, shuffled_images=evaluation_of(count=(3, 10))).to_json().get("same_kinds") == 0.8
 
 
 def test_the_file_reads_back_and_a_broken_one_is_named(tmp_path: Path) -> None:
@@ -86,21 +82,6 @@ def test_the_file_reads_back_and_a_broken_one_is_named(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("0.05", '"high"'))
     with pytest.raises(DataError, match=r"summary\.json is not a summary \(accuracy\.before: .*; delete the file"):
         read_summary(path)
-
-
-@table(
-    ("right", "n", "low", "high"),
-    [
-        # z^2 = 3.841459; 8 of 10: centre (0.8 + 0.1920729) / 1.3841459 = 0.7167401,
-        # half 1.959964 sqrt(0.016 + 0.0096036) / 1.3841459 = 0.2265762
-        (8, 10, 0.490164, 0.943316),
-        # 0 of 10: centre = half = 0.1920729 / 1.3841459
-        (0, 10, 0.0, 0.277533),
-        (10, 10, 0.722467, 1.0),
-    ],
-)
-def test_wilson_by_hand(right: int, n: int, low: float, high: float) -> None:
-    assert wilson_interval(right / n, n) == pytest.approx((low, high), abs=2e-6)
 
 
 def test_the_tables_have_a_row_for_each_type() -> None:
@@ -279,14 +260,11 @@ def test_a_figure_on_a_benchmark_names_the_command_that_measures_it(name: str, c
     assert ("bench=" in verdict) == bool(command)
 
 
-def test_the_benchmarks_of_figures_are_known_and_other_test_rows_are_not_compared() -> None:
+def test_other_test_rows_are_not_compared_and_a_damaged_file_is_named(tmp_path: Path) -> None:
     assert {result.figure.bench for result in published_results().values()} <= {"", *BENCHMARKS}
     assert PUBLISHED["same_rows"]
     assert not published_json(RESULT, RECIPES, ["evaluate.test_size=50"])["same_rows"]
     assert published_json(RESULT, RECIPES, ["seed=7", "run_dir=x"])["same_rows"]
-
-
-def test_a_run_without_one_and_a_damaged_file(tmp_path: Path) -> None:
     assert with_published(RunSummary(), None, tmp_path) == RunSummary()
     (tmp_path / PUBLISHED_FILE).write_text('{"title": 3}', encoding="utf-8")
     told = r"published\.json is not a published result \(.*; delete the file, and the page leaves it out"

@@ -82,14 +82,11 @@ def test_a_damaged_line_far_into_a_long_run_is_said_by_every_poll(tmp_path: Path
     assert {answer.json()["error"].partition(",")[0] for answer in answers} == {told}
 
 
-def test_a_curve_says_what_it_means(client: TestClient) -> None:
+def test_a_curve_says_what_it_means_and_entries_come_once(client: TestClient) -> None:
     curve = client.get("/data/curve/0/0").json()
     assert (curve["name"], curve["step"], curve["mean"]) == ("reward", [1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5])
     assert curve["meaning"]
     assert client.get("/data/curve/0/2").json()["step"] == [2, 3, 4, 5], "step 1 was not finite"
-
-
-def test_entries_come_once(client: TestClient) -> None:
     entries = client.get("/data/entries/0/0").json()
     assert [step for step, _ in entries] == [1, 2, 4]
     kind, row, *figures = entries[0][1][1]
@@ -189,7 +186,7 @@ def test_evaluations_are_listed_with_those_on_test_rows_first(client: TestClient
     assert facts(client)["evaluations"] == named
 
 
-def test_answers_come_row_by_row(client: TestClient, folder: Path) -> None:
+def test_answers_come_row_by_row_and_are_bounded(client: TestClient, folder: Path) -> None:
     write_answers_of(folder, "test-final", ["3", "4"])
     answers = client.get("/data/answers/0/0").json()
     assert answers["name"] == "test-final"
@@ -202,9 +199,6 @@ def test_answers_come_row_by_row(client: TestClient, folder: Path) -> None:
     (answer,) = second["answers"]
     assert (answer["turns"][0]["text"], answer["accuracy"]) == ("4", 0.0)
     assert client.get("/data/answers/0/1").status_code == 404
-
-
-def test_answers_are_bounded(client: TestClient, folder: Path) -> None:
     write_answers_of(folder, "test-final", ["3" * (MAX_CHARS + 1)] * (MAX_ROWS + 1))
     rows = client.get("/data/answers/0/0").json()["rows"]
     assert len(rows) == MAX_ROWS
@@ -296,15 +290,12 @@ def test_totals_are_sums_of_all_steps(tmp_path: Path) -> None:
     assert client.get("/data/totals/0/2").status_code == 404
 
 
-def test_settings_are_pairs(client: TestClient, folder: Path) -> None:
+def test_settings_are_pairs_and_those_of_a_stranger_shown_as_far_as_can_be(client: TestClient, folder: Path) -> None:
     settings = dict(client.get("/data/about/0/0").json()["settings"])
     read = ("max_steps", "evaluate.image_controls", "evaluate.test_size", "train.betas")
     assert [settings[name] for name in read] == ["10", "true", "null", "[0.9, 0.95]"]
     # time without its metric is not known
     assert client.get("/data/totals/0/1").json() == {"step": [], "total": []}
-
-
-def test_settings_of_a_stranger_are_shown_as_far_as_can_be(client: TestClient, folder: Path) -> None:
     large = "0x" + "f" * 5000
     (folder / "config.yaml").write_text(f"max_steps: {large}\na: {{b: [{large}], c: {'x' * 9000}}}\n")
     assert facts(client)["max_steps"] is None
