@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -96,11 +97,16 @@ def test_a_text_stands_for_its_section_and_a_choice_comes_first() -> None:
     assert short.algorithm.loss.name == "gspo"
 
 
+@cache
+def resolved(name: str) -> str:
+    return dump_config(settings(f"algorithm.name={name}", "algorithm.entropy_coef=0.02"))
+
+
 @table("old", DEFAULTS_OF)
 @table("new", DEFAULTS_OF)
 def test_a_name_over_a_resolved_config_leaves_nothing_of_the_old_one(old: str, new: str, tmp_path: Path) -> None:
     written = tmp_path / "config.yaml"
-    written.write_text(dump_config(settings(f"algorithm.name={old}", "algorithm.entropy_coef=0.02")))
+    written.write_text(resolved(old))
     renamed = load_config([written], [f"algorithm.name={new}"]).algorithm
     set_by_names = {**DEFAULTS_OF[new], **DEFAULTS_OF[old]}
     kept = {"max_groups_without_signal": 8}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,16 @@ def test_a_description(key: str, type_text: str, default: str) -> None:
 SCHEMA = recipes_folder() / "recipe.schema.json"
 
 
-def complaints(recipe: Any) -> list[str]:
+@cache
+def validator() -> Any:
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
-    return [f"{each.json_path}: {each.message}" for each in jsonschema.Draft202012Validator(schema).iter_errors(recipe)]
+    return jsonschema.Draft202012Validator(schema)
+
+
+def complaints(recipe: Any) -> list[str]:
+    return [f"{each.json_path}: {each.message}" for each in validator().iter_errors(recipe)]
 
 
 def test_the_file_beside_the_recipes_is_what_the_command_prints() -> None:

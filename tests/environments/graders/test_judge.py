@@ -225,7 +225,7 @@ def test_what_no_other_try_can_fix_is_not_tried_again(status: int, error: Any, s
     assert len(endpoint.requests) == 1
 
 
-def test_a_judge_that_drips_is_given_up_in_time_and_one_that_is_not_there_named() -> None:
+def test_a_judge_that_drips_is_given_up_in_time() -> None:
     """A byte now and then keeps every single read alive, not the call."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -246,6 +246,9 @@ def test_a_judge_that_drips_is_given_up_in_time_and_one_that_is_not_there_named(
         ask(client(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", timeout_seconds=0.5))
     assert time.perf_counter() - started < 20
     listener.close()
+
+
+def test_no_server_at_all() -> None:
     with pytest.raises(ScoreError, match="ConnectError"):
         ask(client("http://127.0.0.1:9/v1"))
 
