@@ -94,14 +94,8 @@ def test_a_type_checker_knows_the_api(tmp_path: Path) -> None:
     for name, code in (("user", USER), ("wrong", WRONG)):
         (tmp_path / f"{name}.py").write_text(code)
     # by the settings and the cache of `make lint`: without it, all of torch is read again
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--no-error-summary",
-        str(tmp_path / "user.py"),
-        str(tmp_path / "wrong.py"),
-    ]
+    files = [str(tmp_path / f"{name}.py") for name in ("user", "wrong")]
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     errors = [Path(line.partition(": error: ")[0]).name for line in lines if ": error: " in line]

@@ -113,10 +113,8 @@ def test_a_recipe_that_extends_another_is_planned_after_it_only() -> None:
 @pytest.mark.parametrize("command", OPTIONS)
 def test_a_command_is_told_of_its_own_options(recipe: str, command: str) -> None:
     said = fovea(command, "easyr1_geo3k_7b" if command == "reproduce" else recipe, "--quite").stderr
-    assert (
-        said
-        == f"error: --quite: no such option; the options are {OPTIONS[command]}, and settings are written key=value\n"
-    )
+    told = f"--quite: no such option; the options are {OPTIONS[command]}, and settings are written key=value"
+    assert said == f"error: {told}\n"
     of_tools = {"plan": plan.app, "reproduce": reproduce.app}
     own = get_command(cli.app).commands  # type: ignore[attr-defined]
     options = (get_command(of_tools[command]) if command in of_tools else own[command]).params

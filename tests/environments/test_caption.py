@@ -129,12 +129,10 @@ def test_the_judge_gets_image_question_and_answer(tmp_path: Path) -> None:
 
 
 def test_settings_that_do_not_go_together() -> None:
-    for more, problem in (
-        ({"metric_weights": {}}, "metric_weights is empty"),
-        ({"metric_weights": {"rouge": 1}}, "rouge"),
-    ):
+    given = {"name": "caption", "train_files": ["a"], "test_files": ["a"]}
+    for weights, problem in (({}, "metric_weights is empty"), ({"rouge": 1}, "rouge")):
         with pytest.raises(ValidationError, match=problem):
-            CaptionEnvironment.model_validate({"name": "caption", "train_files": ["a"], "test_files": ["a"], **more})
+            CaptionEnvironment.model_validate({**given, "metric_weights": weights})
 
 
 def test_a_reward_model_gives_the_logistic_of_its_output(tmp_path: Path) -> None:

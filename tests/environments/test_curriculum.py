@@ -93,11 +93,8 @@ def test_the_loop_scores_by_stage_logs_it_and_evaluates_at_the_last(tmp_path: Pa
 
 def test_a_resumed_run_goes_on_in_its_stage(tmp_path: Path) -> None:
     by_success = {"advance": "success", "success_rate": 0.2, "success_window_steps": 4}
-    settings, whole, parts = (
-        {"curriculum": by_success, "checkpoint": {"every_steps": 5}},
-        tmp_path / "a",
-        tmp_path / "b",
-    )
+    settings = {"curriculum": by_success, "checkpoint": {"every_steps": 5}}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(staged_run(whole, max_steps=12, **settings))
     train(staged_run(parts, max_steps=5, **settings))
     train(staged_run(parts, resume=True, max_steps=12, **settings))

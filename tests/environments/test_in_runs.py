@@ -109,11 +109,8 @@ def test_the_recipe_runs_on_rows_of_this_test(tmp_path: Path) -> None:
     path = files(tmp_path, QUESTIONS)["train_files"][0]  # type: ignore[index]
     small = ["model.path=null", "model.tiny={}", "model.dtype=float32", "train.gradient_checkpointing=none"]
     small += ["max_steps=2", "rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"]
-    small += [
-        f"run_dir={tmp_path / 'run'}",
-        "log={progress: false, tensorboard: false}",
-        "evaluate.image_controls=false",
-    ]
+    small += [f"run_dir={tmp_path / 'run'}", "log={progress: false, tensorboard: false}"]
+    small += ["evaluate.image_controls=false"]
     rows = [f"environment.train_files=[{path}]", f"environment.test_files=[{path}]"]
     summary = train(build(load_config([ROOT / "recipes" / "vqa.yaml"], [*small, *rows])))
     assert set(summary.final.accuracies) == {"attribute", "counting", "existence", "statement"}
@@ -282,11 +279,8 @@ def test_maps_show_land_of_several_countries_and_a_mark(maps: tuple[Path, Path])
 def test_the_recipe_takes_two_steps(maps: tuple[Path, Path], tmp_path: Path) -> None:
     overrides = [f"environment.train_files=[{maps[0]}]", f"environment.test_files=[{maps[1]}]", f"run_dir={tmp_path}"]
     overrides += ["max_steps=2", "warmup=null", "curriculum.starts=[1,2,3,4]", "rollout.prompts_per_step=2"]
-    overrides += [
-        "rollout.samples_per_prompt=2",
-        "rollout.max_new_tokens=4",
-        "log={tensorboard: false, progress: false}",
-    ]
+    overrides += ["rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"]
+    overrides += ["log={tensorboard: false, progress: false}"]
     train(build(load_config([ROOT / "recipes" / "geospot.yaml"], overrides)))
     rows = read_metrics(tmp_path)
     assert [(row["curriculum/stage"], row["curriculum/tolerance_km"]) for row in rows] == [(1, 500), (2, 200)]

@@ -236,10 +236,8 @@ class Kilometres(BanditEnvironment):
 def evaluation_of(key: str | None = "image", rows: list[Any] | None = None) -> Evaluation:
     environment, engine = Kilometres(), BanditEngine()
     engine.table, engine.version = np.zeros((4, 4)), 0
-    answers, greedy = (
-        EngineAnswers(engine, environment, graded(environment)),
-        Sampling(max_new_tokens=1, temperature=0.0),
-    )
+    answers = EngineAnswers(engine, environment, graded(environment))
+    greedy = Sampling(max_new_tokens=1, temperature=0.0)
     evaluator = Evaluator(answers, greedy=greedy, batch_size=3, image_type_key=key)
     limits: Any = {"max_prompt_tokens": 10, "on_bad_row": "error", "cache_gib": 0.0}
     source = PromptSource(environment.tasks("dev"), environment, BanditRenderer(), **limits)

@@ -38,15 +38,12 @@ def record(prompt: str = "How many?", **changes: object) -> AnsweredRow:
         **{"pieces": ("\\boxed{", "3}"), "engine_logprobs": (-0.5, -0.25)},
         **{"trainer_logprobs": (-0.5, -0.26), "advantages": (0.7, 0.7)},
     )
-    last: dict[str, Any] = {
-        "messages": (failure, closer),
-        "tokens": tokens,
-        "version": 4,
-        "reward": -0.5,
-        "seconds": 1.25,
-    }
+    last: dict[str, Any] = {"messages": (failure, closer), "tokens": tokens, "version": 4}
     first = TokenTrace(pieces=("\\crop{1}",), engine_logprobs=(-1.0,))
-    turns = (RecordedTurn(text="\\crop{1}", tokens=first), RecordedTurn(text="\\boxed{3}", **last))
+    turns = (
+        RecordedTurn(text="\\crop{1}", tokens=first),
+        RecordedTurn(text="\\boxed{3}", reward=-0.5, seconds=1.25, **last),
+    )
     mark = Mark(image=1, xy=(0.1, 0.2, 0.5, 0.6), label="truth")
     scored: dict[str, Any] = {"reward": 1.0, "accuracy": 1.0, "parts": {"match": 1.0, "format": 0.5}}
     shown = (RecordedImage(name=FIRST, frame=(1000, 1000)), RecordedImage(name=SECOND), prompt)

@@ -235,12 +235,8 @@ def test_answers_in_a_file_are_graded(tmp_path: Path) -> None:
 def test_rows_in_memory_need_the_columns_of_their_layout(tmp_path: Path) -> None:
     """ScreenSpot's picture and truth are found by its layout, and a box under another name is asked for."""
     words = ["environment.name=grounding", "environment.layout=screenspot", "environment.train_files=[]"]
-    words += [
-        "environment.test_share=.5",
-        "model.tiny={}",
-        f"run_dir={tmp_path}/run",
-        f"data.cache_dir={tmp_path}/cache",
-    ]
+    words += ["environment.test_share=.5", "model.tiny={}"]
+    words += [f"run_dir={tmp_path}/run", f"data.cache_dir={tmp_path}/cache"]
     config = load_config([], words)
     row = {"img_filename": Image.new("RGB", (400, 200)), "bbox": [40, 20, 200, 100], "instruction": "x"}
     rows = [{**row, "data_type": "icon"} for _ in range(4)]
