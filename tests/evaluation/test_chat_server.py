@@ -113,9 +113,9 @@ def test_a_server_that_is_busy_or_hangs_is_asked_again_and_one_that_refuses_is_n
     assert len(endpoint.requests) == 1 + BOUNDS.max_retries
     # one that hangs
     endpoint = started(says("a"))
-    endpoint.delay_seconds = 1.0
-    with pytest.raises(EngineError, match=r"no answer within 0\.05 s"):
-        ask(endpoint, BanditEnvironment(), CallBounds(timeout_seconds=0.05, calls_at_once=1, max_retries=1), size=1)
+    endpoint.delay_seconds = 2.0
+    with pytest.raises(EngineError, match=r"no answer within 0\.4 s"):
+        ask(endpoint, BanditEnvironment(), CallBounds(timeout_seconds=0.4, calls_at_once=1, max_retries=1), size=1)
     # a refused request is a bad row
     endpoint = started((400, b"too long"))
     with pytest.raises(BadRowError, match="test/0: the server refuses the request: status 400"):
