@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 from fovea.cli import main as cli
 from fovea.cli.doctor import Found, findings
 from fovea.cli.texts import with_options
+from fovea.config.algorithm import DEFAULTS_OF
 from fovea.utils import malloc
 from fovea.utils.installing import pip_install_elsewhere
 from fovea.wiring import run as run_module
@@ -65,7 +66,7 @@ def test_every_command_has_a_short_help_and_debug(words: list[str]) -> None:
         ("train model.pa", ["model.path=", "model.path=null"]),
         # bash asks for a value behind `key`, `=`
         ("train algorithm.name = grp", ["grpo"]),
-        ("train algorithm.name =", ["grpo", "dr_grpo", "rloo", "reinforce++", "gspo", "dapo", "cispo", "sapo", "ppo"]),
+        ("train algorithm.name =", list(DEFAULTS_OF)),
         ("train algorithm.name=gr", ["algorithm.name=grpo"]),
         ("config log.progress=", ["log.progress=true", "log.progress=false"]),
         ("train shapes rollout.max_new_tokens =", []),
