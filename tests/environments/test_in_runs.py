@@ -47,7 +47,8 @@ from gym_tests.tables import table
 ROOT = Path(__file__).parents[2]
 ADAPTERS = ROOT / "gym" / "gym_tests" / "adapters"
 GAMES, SERVER = ADAPTERS / "gym_game.py", ADAPTERS / "mcp_server.py"
-VQA, GEO3K = ROOT / "shared" / "data" / "vqa", ROOT / "shared" / "data" / "geo3k"
+SHARED = ROOT.parent / "shared" / "data"
+VQA, GEO3K = SHARED / "vqa", SHARED / "geo3k"
 
 
 def test_settings_make_the_environment_and_a_warm_up_is_refused() -> None:
