@@ -28,7 +28,6 @@ from fovea_gym.graders.grading import Grading
 from fovea_gym.types import Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 from gym_tests.grading import score_in_run
-from gym_tests.tables import table
 from tests.environments.custom.process_rewards import REWARDS, TASK, graded
 from tests.runs import ROOT, arguments, environment, until_killed
 
@@ -178,7 +177,7 @@ def by_hand(task: Task, text: str, images: Sequence[Image.Image]) -> float:
     return 1.0
 
 
-@table(
+@pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         ({"reward": by_hand}, r"reward=python:.*by_hand is an object of this process; write it into a file, reward='p"),
