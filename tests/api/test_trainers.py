@@ -61,7 +61,7 @@ def test_a_run_from_python_equals_the_commands_bit_for_bit() -> None:
     assert saved[0] | {"run_dir": ""} == saved[1] | {"run_dir": ""}
 
 
-def test_a_run_is_evaluated_compared_and_exported_where_nothing_lies() -> None:
+def test_a_run_is_evaluated_compared_and_exported() -> None:
     trainer = fovea.GRPO(settings=of_shapes(run_dir="first"))
     with pytest.raises(fovea.FoveaError, match=r"\btrain\b"):
         trainer.evaluate()
@@ -75,7 +75,9 @@ def test_a_run_is_evaluated_compared_and_exported_where_nothing_lies() -> None:
     assert [each.target for each in fovea.evaluate(run, "model", quiet=True)] == ["first step 2", "model"]
     assert fovea.export(other, "other", settings={"model.device": "cpu"}).max_logprob_difference < 1e-3
     assert trainer.export("again").folder == Path("again")
-    # a target that holds something is refused before training
+
+
+def test_a_target_of_the_export_is_checked_before_training() -> None:
     Path("model").mkdir()
     Path("model/mine.txt").touch()
     with pytest.raises(fovea.FoveaError, match=r"\bmodel: "):
