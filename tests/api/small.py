@@ -49,3 +49,14 @@ def score(task: fovea.Task, text: str, images: Sequence[Image.Image]) -> dict[st
     """Many letters, and whether the picture is the one of the row."""
     shown = images[0].getpixel((0, 0)) == Image.new("RGB", (1, 1), task.answer).getpixel((0, 0))
     return {"reward": len(text) / 10, "accuracy": float(task.answer in text), "shown": float(shown)}
+
+
+def of_rows(given: Any = None, **settings: object) -> fovea.GRPO:
+    """A trainer on these rows, by default those above, in the folder `run`."""
+    given = rows() if given is None else given
+    return fovea.GRPO(rows=given, reward=score, environment=PHOTOS, settings={**SETTINGS, "run_dir": "run", **settings})
+
+
+def of_shapes(**settings: object) -> dict[str, Any]:
+    """The settings of a run on few scenes in the folder `run`."""
+    return {**SETTINGS, **SHAPES, "run_dir": "run", **settings}

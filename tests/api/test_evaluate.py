@@ -13,7 +13,7 @@ import pytest
 
 import fovea
 from gym_tests.bandit import BanditEnvironment
-from tests.api.small import PHOTOS, SETTINGS, rows, score
+from tests.api.small import PHOTOS, of_rows, rows, score
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -33,14 +33,8 @@ def test_rows_are_asked_without_a_recipe_or_a_run(form: str) -> None:
         return float(text == "red")
 
     before = set(Path().iterdir())
-    (metrics,) = fovea.evaluate(
-        "constant:red",
-        rows=FORMS[form](rows(6)),
-        reward=look,
-        environment=PHOTOS,
-        settings={"data.cache_dir": "cache"},
-        quiet=True,
-    )
+    given = {"rows": FORMS[form](rows(6)), "reward": look, "environment": PHOTOS}
+    (metrics,) = fovea.evaluate("constant:red", **given, settings={"data.cache_dir": "cache"}, quiet=True)
     assert (metrics.accuracy.n, metrics.accuracy.mean) == (6, 1)
     wanted = [(row["question"], row["answer"], row["photo"].getpixel((0, 0))) for row in rows(6)]
     assert [each for each in seen if each in wanted][-6:] == wanted
@@ -55,7 +49,7 @@ def test_rows_may_be_graded_by_an_environment() -> None:
 
 
 def test_a_run_answers_other_rows_than_its_own() -> None:
-    trainer = fovea.GRPO(rows=rows(), reward=score, environment=PHOTOS, settings={**SETTINGS, "run_dir": "run"})
+    trainer = of_rows()
     run = trainer.train()
     settings = {"evaluate.test_size": None}
     own, constant = trainer.evaluate("constant:pink", rows=rows(10)[4:], settings=settings, quiet=True)
@@ -67,17 +61,14 @@ def test_a_run_answers_other_rows_than_its_own() -> None:
 
 def test_a_run_is_compared_with_another_on_its_rows_and_with_one_of_equal_rows() -> None:
     """The rows lie in the folders of the first and the third; the second names those of the first."""
-    settings = {**SETTINGS, "max_steps": 1}
-    first = fovea.GRPO(rows=rows(), reward=score, environment=PHOTOS, settings=settings, run_dir="first").train()
+    first = of_rows(run_dir="first", max_steps=1).train()
     second = fovea.GRPO(recipe=first.config_file, reward=score, run_dir="second", seed=1).train()
-    third = fovea.GRPO(rows=rows(), reward=score, environment=PHOTOS, settings=settings, run_dir="third").train()
+    third = of_rows(run_dir="third", max_steps=1).train()
     for targets in ((first, second, third), (second, first)):
         compared = fovea.evaluate(*targets, reward=score, quiet=True)
         assert [each.accuracy.n for each in compared] == [1] * len(targets)
-    for before, after, difference in (
-        ("rows-", "rows-0", "train_files"),
-        ("test_share: 0.1", "test_share: 0.2", "test_share"),
-    ):
+    changes = [("rows-", "rows-0", "train_files"), ("test_share: 0.1", "test_share: 0.2", "test_share")]
+    for before, after, difference in changes:
         other = Path(shutil.copytree("third", difference))
         (other / "config.yaml").write_text(third.config_file.read_text().replace(before, after))
         with pytest.raises(fovea.FoveaError, match=rf"different environments \(environment\.{difference}: "):
@@ -85,7 +76,7 @@ def test_a_run_is_compared_with_another_on_its_rows_and_with_one_of_equal_rows()
 
 
 def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path) -> None:
-    run = fovea.GRPO(rows=rows(), reward=score, environment=PHOTOS, settings={**SETTINGS, "run_dir": "run"}).train()
+    run = of_rows().train()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     (tmp_path / "stranger.py").write_text("def score(task, text, images):\n    return 1.0\n")
@@ -133,17 +124,13 @@ class AsksThem(BanditEnvironment):
         return 1.0
 
 
-def test_rows_of_one_id_are_refused() -> None:
+def test_rows_of_one_id_an_object_that_is_no_target_and_several_recipes_are_refused() -> None:
     with pytest.raises(fovea.FoveaError, match=r"\bid 'x'"):
         fovea.evaluate("gold", recipe="shapes", environment=AsksThem(), quiet=True)
-
-
-def test_an_object_that_is_no_target_and_several_recipes_are_told() -> None:
     trainer = fovea.GRPO(recipe="shapes")
     told = r"fovea\.{0} is given an object of type GRPO; give the run that train\(\) returned, .* call its own {0}\(\)"
-    with pytest.raises(fovea.FoveaError, match=told.format("evaluate")):
-        fovea.evaluate(trainer)  # type: ignore[arg-type]
-    with pytest.raises(fovea.FoveaError, match=told.format("export")):
-        fovea.export(trainer, "out")  # type: ignore[arg-type]
+    for function, arguments in ((fovea.evaluate, [trainer]), (fovea.export, [trainer, "out"])):
+        with pytest.raises(fovea.FoveaError, match=told.format(function.__name__)):
+            function(*arguments)  # type: ignore[operator]
     with pytest.raises(fovea.FoveaError, match=r"^recipe\b.*\bfovea\.evaluate\b"):
         fovea.evaluate("gold", recipe=["shapes", "tiny"])  # type: ignore[arg-type]

@@ -17,6 +17,8 @@ import fovea
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+TRL = Path(*importlib.util.find_spec("trl").submodule_search_locations)  # type: ignore[union-attr,misc]
+"""Its source, since importing TRL takes seconds."""
 
 
 @pytest.mark.slow
@@ -38,11 +40,7 @@ def test_the_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_argument_of_trls_trainer_has_a_counterpart() -> None:
-    """By its source, since importing TRL takes seconds."""
-    spec = importlib.util.find_spec("trl")
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parent / "trainer" / "grpo_trainer.py").read_text(encoding="utf-8"))
+    tree = ast.parse((TRL / "trainer" / "grpo_trainer.py").read_text(encoding="utf-8"))
     (trainer,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "GRPOTrainer"]
     (init,) = [node for node in trainer.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
     arguments = {each.arg for each in (*init.args.args, *init.args.kwonlyargs)} - {"self"}
@@ -51,23 +49,16 @@ def test_every_argument_of_trls_trainer_has_a_counterpart() -> None:
     first_cells = re.findall(r"^\| (.*?) \|", section, re.MULTILINE)
     named = {name for cell in first_cells for name in re.findall(r"`(\w+)", cell)}
     assert arguments <= named
+    # nor has TRL a PPO whose arguments the table would lack
+    assert "TRL 1.16 has no PPO" in PAGE
+    with_ppo = [file for file in TRL.rglob("*.py") if "class PPO" in file.read_text(encoding="utf-8")]
+    assert with_ppo == [], "its fields belong into tools/fovea_tools/importer/elsewhere.yaml, as those of GRPOConfig"
 
 
 def test_the_page_names_all_that_is_public() -> None:
     section = PAGE.partition("## The names")[2].partition("\n## ")[0]
     for name in set(fovea.__all__) - {"__version__", "Exported"}:
         assert name in section
-
-
-def test_trl_has_no_ppo_whose_arguments_the_table_would_lack() -> None:
-    spec = importlib.util.find_spec("trl")
-    assert spec is not None
-    assert spec.origin is not None
-    assert "TRL 1.16 has no PPO" in PAGE
-    with_ppo = [
-        file for file in Path(spec.origin).parent.rglob("*.py") if "class PPO" in file.read_text(encoding="utf-8")
-    ]
-    assert with_ppo == [], "its fields belong into tools/fovea_tools/importer/elsewhere.yaml, as those of GRPOConfig"
 
 
 USER = """
@@ -100,16 +91,12 @@ fovea.trian
 
 @pytest.mark.slow
 def test_a_type_checker_knows_the_api(tmp_path: Path) -> None:
-    (tmp_path / "user.py").write_text(USER)
-    (tmp_path / "wrong.py").write_text(WRONG)
+    for name, code in (("user", USER), ("wrong", WRONG)):
+        (tmp_path / f"{name}.py").write_text(code)
     # by the settings and the cache of `make lint`: without it, all of torch is read again
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--no-error-summary", str(tmp_path / "user.py"), str(tmp_path / "wrong.py")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    files = [str(tmp_path / f"{name}.py") for name in ("user", "wrong")]
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     errors = [Path(line.partition(": error: ")[0]).name for line in lines if ": error: " in line]
     assert errors == [f"wrong.py:{line}" for line in (4, 5, 6, 7)], done.stdout + done.stderr

@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 from fovea.cli import main as cli
 from fovea.cli.doctor import Found, findings
 from fovea.cli.texts import with_options
+from fovea.config.algorithm import DEFAULTS_OF
 from fovea.utils import malloc
 from fovea.utils.installing import pip_install_elsewhere
 from fovea.wiring import run as run_module
@@ -39,12 +40,6 @@ def fovea(*words: str) -> Result:
     return CliRunner().invoke(cli.app, words)
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize("words", [[], ["data"], ["workflow"]])
 def test_the_summary_of_a_command_is_not_cut_off(words: list[str]) -> None:
     _, _, summaries = CliRunner().invoke(cli.app, [*words, "-h"], env={"COLUMNS": "80"}).stdout.partition("Commands:")
@@ -52,61 +47,48 @@ def test_the_summary_of_a_command_is_not_cut_off(words: list[str]) -> None:
     assert "..." not in summaries
 
 
-@table("words", [[name] for name in COMMANDS] + [["data", name] for name in DATA_SETS] + WORKFLOWS)
+@table("words", [*([name] for name in COMMANDS), *(["data", name] for name in DATA_SETS), *WORKFLOWS])
 def test_every_command_has_a_short_help_and_debug(words: list[str]) -> None:
     result = fovea(*words, "-h")
     assert result.exit_code == 0, result.output
-    assert "-h, --help" in result.stdout
-    assert "--debug" in result.stdout
+    assert all(option in result.stdout for option in ("-h, --help", "--debug"))
 
 
-def completed(typed: str, folder: Path = ROOT) -> list[str]:
-    """What bash offers for the last word of a command line, by the script that the shell runs."""
-    code = "import sys; sys.argv = ['fovea']; from fovea.cli.main import main; main()"
-    asked = {"_FOVEA_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)}
-    environment = {**os.environ, **asked, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=folder, check=False
-    )
-    return done.stdout.split()
-
-
-def test_a_shell_completes_settings_recipes_and_runs(tmp_path: Path) -> None:
-    assert completed("fovea train rollout.top") == ["rollout.top_p=", "rollout.top_k="]
-    assert completed("fovea train shapes") == ["shapes", "shapes_ppo", "shapes_small", "shapes_zoom"]
+@table(
+    ("typed", "offered"),
+    [
+        ("train rollout.top", ["rollout.top_p=", "rollout.top_k="]),
+        ("train shapes", ["shapes", "shapes_ppo", "shapes_small", "shapes_zoom"]),
+        ("view ru", ["runs/first"]),
+        ("eval runs/first --recipe geo3k_", ["geo3k_qwen2_5_vl_7b", "geo3k_qwen3_5", "geo3k_sglang", "geo3k_vllm"]),
+        # neither bash nor zsh puts a space behind `=` where several words are left
+        ("train shapes rollout.max_new_t", ["rollout.max_new_tokens=", "rollout.max_new_tokens=512"]),
+        ("train model.pa", ["model.path=", "model.path=null"]),
+        # bash asks for a value behind `key`, `=`
+        ("train algorithm.name = grp", ["grpo"]),
+        ("train algorithm.name =", list(DEFAULTS_OF)),
+        ("train algorithm.name=gr", ["algorithm.name=grpo"]),
+        ("config log.progress=", ["log.progress=true", "log.progress=false"]),
+        ("train shapes rollout.max_new_tokens =", []),
+    ],
+)
+def test_a_shell_completes_settings_recipes_and_runs(typed: str, offered: list[str], in_tmp_path: None) -> None:
+    """What bash offers for the last word of a command line; a shell runs the command so in the test below."""
     for run in ("first", "second"):
-        (tmp_path / "runs" / run).mkdir(parents=True)
-    (tmp_path / "runs" / "first" / "config.yaml").touch()
-    assert completed("fovea view ru", tmp_path) == ["runs/first"]
-    assert completed("fovea eval runs/first --recipe geo3k_", tmp_path) == [
-        *("geo3k_qwen2_5_vl_7b", "geo3k_qwen3_5", "geo3k_sglang", "geo3k_vllm")
-    ]
-
-    # neither bash nor zsh puts a space behind `=` where several words are left; bash asks for a value behind `key`, `=`
-    assert completed("fovea train shapes rollout.max_new_t") == [
-        "rollout.max_new_tokens=",
-        "rollout.max_new_tokens=512",
-    ]
-    assert completed("fovea train model.pa") == ["model.path=", "model.path=null"]
-    assert completed("fovea train algorithm.name = grp") == ["grpo"]
-    assert completed("fovea train algorithm.name =")[:2] == ["grpo", "dr_grpo"]
-    assert completed("fovea train algorithm.name=gr") == ["algorithm.name=grpo"]
-    assert completed("fovea config log.progress=") == ["log.progress=true", "log.progress=false"]
-    assert completed("fovea train shapes rollout.max_new_tokens =") == []
+        Path("runs", run).mkdir(parents=True, exist_ok=True)
+    Path("runs/first/config.yaml").touch()
+    words = f"fovea {typed}"
+    asked = {"_FOVEA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    assert CliRunner().invoke(cli.app, [], prog_name="fovea", env=asked).stdout.split() == offered
 
 
 def test_bash_completes_a_setting_up_to_its_equals_sign(tmp_path: Path) -> None:
     """By readline, in a shell with the script of `--show-completion`."""
-    code = "import sys; from fovea.cli.main import main; main()"
-    (tmp_path / "fovea").write_text(f"#!{sys.executable}\n{code}\n")
+    (tmp_path / "fovea").write_text(f"#!{sys.executable}\nfrom fovea.cli.main import main; main()\n")
     (tmp_path / "fovea").chmod(0o755)
-    script = subprocess.run(
-        [tmp_path / "fovea", "--show-completion", "bash"],
-        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "PYTHONPATH": str(ROOT)}
+    command = [tmp_path / "fovea", "--show-completion", "bash"]
+    script = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
     shown = "fovea() { printf '<%s>' \"$@\"; }"
     (tmp_path / "rc").write_text(f"PATH={tmp_path}:$PATH\nPS1='ready '\n{script}\n{shown}\n")
     typed = b"fovea train rollout.max_new_t\t8 algorithm.name=gr\t; exit\n"
@@ -133,14 +115,11 @@ def typed_into_bash(startup: Path, typed: bytes) -> str:
     return shown.decode()
 
 
-def test_help_lists_commands_in_the_order_of_use() -> None:
+def test_help_lists_commands_in_the_order_of_use_and_the_doctor_begins_with_what_matters() -> None:
     told = fovea("-h").stdout.partition("Commands:")[2].partition("Start with")[0].splitlines()
     listed = [line.split()[0] for line in told if re.match(r"  \S", line)]
     assert listed[:7] == ["recipes", "train", "view", "report", "eval", "saliency", "export"]
     assert listed[-2:] == ["cluster", "workflow"]
-
-
-def test_the_doctor_begins_with_what_matters() -> None:
     assert next(iter(findings(Found({}, [])).items())) == ("ready", "yes, on cpu: torch sees no CUDA device")
     assert findings(Found({"torch": "ImportError: x"}, []))["ready"] == "no: torch is broken"
 
@@ -149,7 +128,7 @@ def dry_run(*words: str, recipe: str = str(ROOT / "recipes" / "shapes.yaml")) ->
     return fovea("train", recipe, *(SMALL if recipe != "own.yaml" else []), *words, "--dry-run")
 
 
-def test_a_dry_run_says_what_would_run_and_leaves_nothing(here: Path) -> None:
+def test_a_dry_run_says_what_would_run_and_leaves_nothing(in_tmp_path: None) -> None:
     Path("mine.py").write_text("def score(task, text, images):\n    return float(task.answer in text)\n")
     result = dry_run("reward=mine.py:score")
     assert result.exit_code == 0, result.output
@@ -162,7 +141,7 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(here: Path) -> None:
         "grpo: 1,200 steps of 40 prompts with 8 completions each, of at most 8 tokens",
         "run folder: runs/shapes-<time>",
     ]
-    assert [path.name for path in here.iterdir() if path.name != "__pycache__"] == ["mine.py"]
+    assert [path.name for path in Path().iterdir() if path.name != "__pycache__"] == ["mine.py"]
 
 
 @table(
@@ -179,24 +158,17 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(here: Path) -> None:
             [*FOUR, "train.backend={name: megatron, tensor_parallel_size: 3}", "model.dtype=bfloat16"],
             "tensor_parallel_size=3 times pipeline_parallel_size=1 does not divide the number of training processes, 4",
         ),
-        (
-            [*FOUR, "rollout.engine={name: vllm_servers, servers: [http://127.0.0.1:8000], weights_dir: .}"],
-            "rollout.engine=vllm_servers with 4 workers that generate",
-        ),
-        (
-            ["rollout.engine=vllm", "rollout.engine.python=nowhere/bin/python"],
-            "rollout.engine.python=nowhere/bin/python: no such interpreter",
-        ),
+        ([*FOUR, "rollout.engine=vllm_servers", *SERVERS], "rollout.engine=vllm_servers with 4 workers that generate"),
+        (["rollout.engine=vllm", "rollout.engine.python=no/python"], "rollout.engine.python=no/python: no such interp"),
     ],
 )
-def test_a_dry_run_fails_where_the_run_would(words: list[str], message: str, here: Path) -> None:
+def test_a_dry_run_fails_where_the_run_would(words: list[str], message: str, in_tmp_path: None) -> None:
     Path("mine.py").write_text("def score(task, text, images):\n    return undefined\n")
     for run in ("taken", "runs/shapes"):
         shutil.rmtree(run, ignore_errors=True)
         make_checkpoint(Path(run), 3)
     result = dry_run(*words)
-    assert result.exit_code == 2
-    assert message in result.stderr
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
 GOOD = {"question": "q", "answer": "a", "image": "good.png"}
@@ -215,7 +187,7 @@ def write_rows(rows: list[dict[str, object]]) -> None:
     )
 
 
-def test_a_dry_run_passes_where_the_run_would(here: Path) -> None:
+def test_a_dry_run_passes_where_the_run_would(in_tmp_path: None) -> None:
     """A split without rows that nothing reads, and first rows that are bad and skipped."""
     write_rows([{"question": ""}, *({"question": f"q{index}"} for index in range(20))])
     Path("empty.jsonl").write_text((json.dumps({"question": ""}) + "\n") * 2)
@@ -230,42 +202,40 @@ def test_a_dry_run_passes_where_the_run_would(here: Path) -> None:
     assert "rows.jsonl line 1: the prompt is empty" in dry_run(*words, recipe="own.yaml").stderr
 
 
+WARMED = ["warmup={}", "environment.dev_files=[test.jsonl]"]
+
+
+def good_but(**cells: object) -> list[dict[str, object]]:
+    return [GOOD] * 5 + [GOOD | cells]
+
+
 @table(
     ("rows", "words", "message"),
     [
         ([GOOD | {"image": f"no-{n}.png"} for n in range(60)], [], "train: 32 of the 32 rows opened cannot be used"),
         ([GOOD | {"image": "no.png"}] * 60, ["data.on_bad_row=skip"], "train: 32 of the 32 rows opened cannot be used"),
-        ([GOOD] * 5 + [GOOD | {"image": "broken.png"}], [], "train: 1 of the 6 rows opened cannot be used"),
+        (good_but(image="broken.png"), [], "train: 1 of the 6 rows opened cannot be used"),
+        (good_but(answer=None), WARMED, "train: 1 of the 6 rows opened cannot be used"),
+        (good_but(question="long " * 3000), [], "data.max_prompt_tokens=2048"),
         (
-            [GOOD] * 5 + [GOOD | {"answer": None}],
-            ["warmup={}", "environment.dev_files=[test.jsonl]"],
-            "train: 1 of the 6 rows opened cannot be used",
+            good_but(answer="long " * 5000),
+            WARMED,
+            "and the model has positions for 4096; shorten the answer, or set war",
         ),
-        ([GOOD] * 5 + [GOOD | {"question": "long " * 3000}], [], "data.max_prompt_tokens=2048"),
-        (
-            [GOOD] * 5 + [GOOD | {"answer": "long " * 5000}],
-            ["warmup={}", "environment.dev_files=[test.jsonl]"],
-            "and the model has positions for 4096; shorten the answer, or set warmup=null",
-        ),
-        (
-            [GOOD] * 5 + [GOOD | {"answer": "a<|im_end|>b"}],
-            ["warmup={}", "environment.dev_files=[test.jsonl]"],
-            "a demonstration of train/5: it contains <|im_end|>, which is never sampled",
-        ),
+        (good_but(answer="a<|im_end|>b"), WARMED, "a demonstration of train/5: it contains <|im_end|>, which is never"),
         ([GOOD] * 5, ["model.lora={targets: [nothing]}"], "model.lora.targets: nothing with exclude=[]"),
     ],
 )
 def test_a_dry_run_opens_rows_and_model(
-    rows: list[dict[str, object]], words: list[str], message: str, here: Path
+    rows: list[dict[str, object]], words: list[str], message: str, in_tmp_path: None
 ) -> None:
     write_rows(rows)
     result = dry_run(*words, recipe="own.yaml")
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr
+    assert (result.exit_code, message in result.stderr) == (2, True), result.output
 
 
-def test_a_dry_run_says_that_the_warm_up_imitates_longer_answers_than_rl_samples(here: Path) -> None:
-    write_rows([GOOD] * 5 + [GOOD | {"answer": "one two three four five"}])
+def test_a_dry_run_says_what_long_answers_few_rows_and_few_pictures_lead_to(in_tmp_path: None) -> None:
+    write_rows(good_but(answer="one two three four five"))
     words = ["rollout.max_new_tokens=4", "environment.dev_files=[test.jsonl]"]
     result = dry_run(*words, "warmup={}", recipe="own.yaml")
     assert result.exit_code == 0, result.output
@@ -274,19 +244,7 @@ def test_a_dry_run_says_that_the_warm_up_imitates_longer_answers_than_rl_samples
     )
     assert re.search(said + "cuts when RL samples it", result.stdout)
     assert "imitates" not in dry_run(*words, recipe="own.yaml").stdout
-
-
-def test_a_dry_run_opens_all_rows_where_that_is_asked_for(here: Path) -> None:
-    write_rows([GOOD] * 99 + [GOOD | {"image": "broken.png"}])
-    sample = dry_run(recipe="own.yaml")
-    assert sample.exit_code == 0, sample.output
-    assert fovea("train", "--dry-run", "own.yaml").stdout == sample.stdout, "a value comes only after ="
-    whole = fovea("train", "own.yaml", "--dry-run=full")
-    assert "train: 1 of the 100 rows opened cannot be used, the first: " in whole.stderr
-    assert "is not one of 'sample', 'full'" in fovea("train", "own.yaml", "--dry-run=all").stderr
-
-
-def test_a_dry_run_says_what_few_rows_and_pictures_lead_to(here: Path) -> None:
+    # few rows and pictures
     write_rows([GOOD | {"image": f"{n % 3}.png"} for n in range(60)])
     for number in range(3):
         Image.new("RGB", (32, 32)).save(f"{number}.png")
@@ -297,9 +255,19 @@ def test_a_dry_run_says_what_few_rows_and_pictures_lead_to(here: Path) -> None:
     assert "rollout.prompts_per_step=1000 is more than the 20 training rows" in lines
 
 
+def test_a_dry_run_opens_all_rows_where_that_is_asked_for(in_tmp_path: None) -> None:
+    write_rows([GOOD] * 99 + [GOOD | {"image": "broken.png"}])
+    sample = dry_run(recipe="own.yaml")
+    assert sample.exit_code == 0, sample.output
+    assert fovea("train", "--dry-run", "own.yaml").stdout == sample.stdout, "a value comes only after ="
+    whole = fovea("train", "own.yaml", "--dry-run=full")
+    assert "train: 1 of the 100 rows opened cannot be used, the first: " in whole.stderr
+    assert "is not one of 'sample', 'full'" in fovea("train", "own.yaml", "--dry-run=all").stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.skipif(find_spec("megatron") is not None, reason="Megatron is installed")
-def test_a_dry_run_reports_all_problems_at_once(here: Path) -> None:
+def test_a_dry_run_reports_all_problems_at_once(in_tmp_path: None) -> None:
     write_rows([GOOD | {"image": "absent.png"}] * 9)
     make_checkpoint(Path("taken"), 3)
     words = ["model.device=cuda", "train.backend.name=megatron", "run_dir=taken", "model.lora={targets: [nothing]}"]
@@ -331,9 +299,7 @@ def test_a_dry_run_names_an_engine_that_is_not_installed() -> None:
     assert elsewhere.exit_code == 0, elsewhere.output
     on_ray = dry_run("rollout.engine=sglang", "cluster.gpus_per_node=1")
     assert on_ray.exit_code == 0, on_ray.output  # its machines may have what this one lacks
-    assert (
-        "cluster: 1 x 1 GPUs, of which 1 train and 1 generate (cluster.placement=collocated); its start checks that"
-    ) in on_ray.stdout
+    assert "cluster: 1 x 1 GPUs, of which 1 train and 1 generate (cluster.placement=collocated)" in on_ray.stdout
 
 
 def test_a_dry_run_outside_torchrun_leaves_the_number_of_processes_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +329,7 @@ def test_a_choice_says_what_it_drops_of_the_recipe() -> None:
     assert gspo.endswith("dropped by another choice: algorithm.loss.clip_high=0.28 (now 0.0004)\n")
 
 
-@pytest.mark.parametrize(
+@table(
     ("settings", "expands"),
     [
         ([], True),
@@ -385,11 +351,9 @@ def test_segments_of_gpu_memory_grow_where_no_engine_opens_them(
     assert called == [*(["expands"] if expands else []), "built"]
 
 
-def test_quiet_prints_results_only(tmp_path: Path) -> None:
-    out = tmp_path / "scenes"
-    result = fovea("data", "vqa", "--rows", "10", "--out", str(out), "--quiet")
-    assert result.stdout.split() == [str(out / "train.parquet"), str(out / "test.parquet")]
-    assert result.stderr == ""
+def test_quiet_prints_results_only(in_tmp_path: None) -> None:
+    result = fovea("data", "vqa", "--rows", "10", "--out", "scenes", "--quiet")
+    assert (result.stdout.split(), result.stderr) == (["scenes/train.parquet", "scenes/test.parquet"], "")
 
 
 @table(
@@ -403,10 +367,6 @@ def test_quiet_prints_results_only(tmp_path: Path) -> None:
 )
 def test_errors_of_functions_name_the_options_of_commands(words: list[str], told: str) -> None:
     result = fovea("eval", *words)
-    assert result.exit_code == 2
-    assert told in result.stderr
-
-
-def test_settings_and_texts_that_look_like_arguments_stay() -> None:
+    assert (result.exit_code, told in result.stderr) == (2, True)
     kept = "rollout.engine.api_key_env=KEY, trust=true and model.recipe=x"
-    assert with_options(kept) == kept
+    assert with_options(kept) == kept, "settings and texts that look like arguments"

@@ -139,6 +139,8 @@ def test_a_resumed_run_writes_through_no_link(name: str, run: Path, tmp_path: Pa
 def test_a_small_yaml_takes_no_memory(text: str, run: Path) -> None:
     with pytest.raises(ConfigError, match=r"aliases expand to more than 1 MiB|nested too deep"):
         read_yaml(text, "config.yaml")
+    aliases = {"a": {"x": [1, 2]}, "b": {"x": [1, 2], "y": {"x": [1, 2]}}}
+    assert read_yaml("a: &a {x: [1, 2]}\nb: {<<: *a, y: *a}", "x") == aliases, "as a person writes them"
     (run / "config.yaml").write_text(text)
     refused("report", str(run))
     refused("train", str(run / "config.yaml"))
@@ -147,13 +149,6 @@ def test_a_small_yaml_takes_no_memory(text: str, run: Path) -> None:
         refused("plan", str(run / "config.yaml"))
         for command, option in (("view", "--export"), ("export", "--out")):
             refused(command, str(run), option, str(run / "out"))
-
-
-def test_aliases_that_a_person_writes_are_read() -> None:
-    assert read_yaml("a: &a {x: [1, 2]}\nb: {<<: *a, y: *a}", "x") == {
-        "a": {"x": [1, 2]},
-        "b": {"x": [1, 2], "y": {"x": [1, 2]}},
-    }
 
 
 def test_names_and_numbers_of_any_length(run: Path) -> None:

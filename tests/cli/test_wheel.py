@@ -31,10 +31,8 @@ SMALL += ["environment.dev_size=8", "environment.test_size=8", "warmup.max_steps
 
 
 def run(*command: str, folder: Path, seconds: float = 300) -> str:
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=seconds
-    )
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, timeout=seconds, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,15 +32,12 @@ def test_other_machines_are_served_with_a_key_only(host: str, monkeypatch: pytes
     assert ServerAddress(host=host, api_key_env="FOVEA_TEST_KEY").api_key() == "secret"
 
 
-def test_this_machine_needs_no_key_but_for_training() -> None:
+def test_a_key_is_needed_for_other_machines_only_and_for_training() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.0.0.5"):
         assert ServerAddress(host=host).api_key() is None
     assert ServerAddress(host="::1", port=80).url == "http://[::1]:80"
-    for host in ("127.0.0.1", "0.0.0.0"):
-        assert ServerAddress(host=host).api_key("made") == "made"
-
-
-def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded() -> None:
+    assert [ServerAddress(host=host).api_key("made") for host in ("127.0.0.1", "0.0.0.0")] == ["made"] * 2
+    # a port that is taken is an error before anything is loaded
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -47,11 +45,13 @@ def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded() -> None:
             ServerAddress(port=taken.getsockname()[1]).check_free()
 
 
-def test_the_example_names_the_variable_of_the_key_and_a_reachable_address() -> None:
+def test_the_example_names_the_variable_of_the_key_and_nothing_prints_the_key(tmp_path: Path) -> None:
     text = example(ServerAddress(host="0.0.0.0", port=8001, api_key_env="MY_KEY"), "geo3k")
-    assert "curl http://127.0.0.1:8001/v1/chat/completions" in text
-    assert '"Authorization: Bearer $MY_KEY"' in text
-    assert '"model": "geo3k"' in text
+    said = ["curl http://127.0.0.1:8001/v1/chat/completions", '"Authorization: Bearer $MY_KEY"', '"model": "geo3k"']
+    assert [line for line in said if line not in text] == []
+    server = ModelServer(folder=tmp_path, name="x", host="127.0.0.1", port=1, api_key="secret")
+    assert "secret" not in repr(server)
+    assert "secret" not in repr(Launch(command=["x"], environment={"KEY": "secret"}))
 
 
 def test_a_folder_is_served_as_it_is_and_anything_else_named(tmp_path: Path) -> None:
@@ -66,25 +66,32 @@ def python(code: str) -> Launch:
     return Launch(command=[sys.executable, "-c", code], environment=os.environ)
 
 
+def has_ended(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or " Z " in status.read_text()
+
+
+def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_process_and_its_own_end_with_the_block(tmp_path: Path) -> None:
     """The child ignores SIGTERM and its child is not even told: both are killed."""
+    pids = tmp_path / "pids"
     code = f"""
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-open({str(tmp_path / "pids")!r}, "w").write(str(inner.pid) + " ")
+open({str(pids)!r}, "w").write(str(inner.pid) + " ")
 time.sleep(600)
 """
     with running(python(code), ending_seconds=0.5) as child:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "pids").exists() or not (inner := (tmp_path / "pids").read_text()).endswith(" "):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: pids.exists() and pids.read_text().endswith(" "))
     assert child.exit_code is not None
-    deadline = time.monotonic() + 10
-    while not has_ended(int(inner)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: has_ended(int(pids.read_text())), seconds=10)
 
 
 def test_a_server_that_ends_before_it_answers_is_an_error() -> None:
@@ -106,20 +113,11 @@ def test_a_second_ctrl_c_kills_what_is_still_ending(tmp_path: Path, monkeypatch:
 
     served = running(python(code), ending_seconds=60)
     child = served.__enter__()
-    deadline = time.monotonic() + 60
-    while not ready.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(ready.exists)
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         served.__exit__(None, None, None)
     assert child.exit_code == -signal.SIGKILL
-
-
-def test_what_is_printed_of_a_server_has_no_key(tmp_path: Path) -> None:
-    server = ModelServer(folder=tmp_path, name="x", host="127.0.0.1", port=1, api_key="secret")
-    assert "secret" not in repr(server)
-    assert "secret" not in repr(Launch(command=["x"], environment={"KEY": "secret"}))
 
 
 def test_a_checkpoint_that_is_younger_than_its_export_is_exported_again(
@@ -135,9 +133,8 @@ def test_a_checkpoint_that_is_younger_than_its_export_is_exported_again(
     checkpoint = tmp_path / "checkpoints" / "step-3"
     checkpoint.mkdir(parents=True)
     target = CheckpointTarget(run=tmp_path, folder=checkpoint, name="run")
-    monkeypatch.setattr("fovea.commands.serve.parse_target", lambda _: target)
-    monkeypatch.setattr("fovea.commands.serve.export", export)
-    monkeypatch.setattr("fovea.commands.serve.step_of", lambda _: 3)
+    for name, stand_in in (("parse_target", lambda _: target), ("export", export), ("step_of", lambda _: 3)):
+        monkeypatch.setattr(f"fovea.commands.serve.{name}", stand_in)
     folder = served_folder("run", print)
     assert served_folder("run", print) == folder
     assert len(exported) == 1
@@ -170,12 +167,4 @@ def test_a_killed_command_leaves_no_process_and_no_shared_memory() -> None:
         assert memory.is_file()
         assert not any(map(has_ended, started))
         command.kill()
-    deadline = time.monotonic() + 15
-    while memory.exists() or not all(map(has_ended, started)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def has_ended(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return not status.exists() or " Z " in status.read_text()
+    wait_until(lambda: not memory.exists() and all(map(has_ended, started)), seconds=15)

@@ -24,6 +24,7 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.utils import http_json
 from gym_tests.images import encoded, noise
 from gym_tests.rows.web import served
+from gym_tests.tables import table
 from tests.tiny_models import save, tiny
 
 TINY = {"model": {"tiny": {}}}
@@ -41,14 +42,12 @@ def make_run(folder: Path, steps: tuple[int, ...] = (2, 10), **settings: object)
     return folder
 
 
-def test_words_are_targets_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_words_are_targets_and_settings(in_tmp_path: None) -> None:
     Path("lr=1").mkdir()
     words = ["runs/x", "seed=1", r"constant:\boxed{a=b}", "lr=1", "evaluate.test_size=3", "org/name@v1"]
-    assert sort_words(words) == (
-        ["runs/x", r"constant:\boxed{a=b}", "lr=1", "org/name@v1"],
-        ["seed=1", "evaluate.test_size=3"],
-    )
+    targets, settings = sort_words(words)
+    assert targets == ["runs/x", r"constant:\boxed{a=b}", "lr=1", "org/name@v1"]
+    assert settings == ["seed=1", "evaluate.test_size=3"]
     with pytest.raises(ConfigError, match="no target given"):
         sort_words(["seed=1"])
 
@@ -63,28 +62,26 @@ def test_baselines_and_hub_ids() -> None:
             parse_target(word)
 
 
-def test_a_name_below_a_folder_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the form of one, and would be asked for at the hub."""
-    make_run(tmp_path / "runs" / "shapes")
-    monkeypatch.chdir(tmp_path)
-    for word in ("runs/shaeps", "runs/shaeps/checkpoints/step-2", "./runs/shaeps", "rums/shapes/checkpoints"):
-        near = "runs" if word.startswith("rums") else "runs/shapes"
-        with pytest.raises(ConfigError, match=rf"^{word}: .*\b{near}\?$"):
-            parse_target(word)
-    with pytest.raises(ConfigError, match=r"^runs/qwen3-vl-2b: no such folder; a target is a run"):
-        parse_target("runs/qwen3-vl-2b")
-    assert parse_target("Qwen/Qwen3-VL-2B-Instruct").name == "Qwen/Qwen3-VL-2B-Instruct"
-
-
-def test_a_file_or_recipe_is_no_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_run(tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
+@table(
+    ("word", "message"),
+    [
+        # the form of a hub id, and would be asked for at the hub
+        ("runs/shaeps", r"\bruns/shapes\?$"),
+        ("runs/shaeps/checkpoints/step-2", r"\bruns/shapes\?$"),
+        ("./runs/shaeps", r"\bruns/shapes\?$"),
+        ("rums/shapes/checkpoints", r"\bruns\?$"),
+        ("runs/qwen3-vl-2b", "no such folder; a target is a run"),
+        *((name, r"a file\b") for name in ("runs/shapes/config.yaml", "./runs/shapes/config.yaml", "notes.txt")),
+        ("geo3k", r"\brecipe=geo3k\b"),
+    ],
+)
+def test_a_name_below_a_folder_a_file_and_a_recipe_are_no_targets(word: str, message: str, in_tmp_path: None) -> None:
+    if not Path("runs").exists():
+        make_run(Path("runs/shapes"))
     Path("notes.txt").touch()
-    for word in ("run/config.yaml", "./run/config.yaml", "notes.txt"):
-        with pytest.raises(ConfigError, match=rf"^{word}: a file\b"):
-            parse_target(word)
-    with pytest.raises(ConfigError, match=r"^geo3k: .*\brecipe=geo3k\b"):
-        parse_target("geo3k")
+    with pytest.raises(ConfigError, match=rf"^{word}: .*{message}"):
+        parse_target(word)
+    assert parse_target("Qwen/Qwen3-VL-2B-Instruct").name == "Qwen/Qwen3-VL-2B-Instruct"
 
 
 def test_a_run_is_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -126,6 +123,13 @@ def test_rows_are_those_of_the_first_run_or_of_the_recipe(tmp_path: Path) -> Non
     assert shared_settings(both, recipe, []).seed == 9
     with pytest.raises(ConfigError, match=r"\(recipe=FILE,"):
         shared_settings(targets[:1], None, [])
+    # runs with different rewards need a recipe
+    first, second = make_run(tmp_path / "own", reward="mine.py:score"), make_run(tmp_path / "other")
+    targets = parse_targets([str(first), str(second)])
+    with pytest.raises(ConfigError, match=r"\breward: mine\.py:score and None\b"):
+        shared_settings(targets, None, [])
+    assert shared_settings(targets, second / "config.yaml", []).reward is None
+    assert shared_settings(targets, None, ["reward=ours.py:score"]).reward == "ours.py:score"
 
 
 LOAD = """
@@ -153,20 +157,11 @@ def test_a_revision_pins_the_model(tmp_path: Path) -> None:
     assert sums[0] != pytest.approx(sums[1])
 
 
-def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
+def test_a_folder_and_a_tiny_model_have_no_revisions(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="only hub ids have revisions"):
         load_network(Model(path=str(tmp_path), revision="v1"))
     with pytest.raises(ValueError, match=r"\bmodel\.tiny\b"):
         Model.model_validate({"tiny": {}, "revision": "v1"})
-
-
-def test_runs_with_different_rewards_need_a_recipe(tmp_path: Path) -> None:
-    first, second = make_run(tmp_path / "own", reward="mine.py:score"), make_run(tmp_path / "other")
-    targets = parse_targets([str(first), str(second)])
-    with pytest.raises(ConfigError, match=r"\breward: mine\.py:score and None\b"):
-        shared_settings(targets, None, [])
-    assert shared_settings(targets, second / "config.yaml", []).reward is None
-    assert shared_settings(targets, None, ["reward=ours.py:score"]).reward == "ours.py:score"
 
 
 def test_images_are_fetched_and_converted_as_the_settings_say(tmp_path: Path) -> None:
@@ -175,11 +170,9 @@ def test_images_are_fetched_and_converted_as_the_settings_say(tmp_path: Path) ->
         row = {"problem": "<image>Find x.", "images": [f"{site.url}/printed.jpg"], "answer": "3"}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
         files = [str(tmp_path / "rows.jsonl")]
-        settings = {
-            "run_dir": str(tmp_path / "run"),
-            "environment": {"name": "geo3k", "train_files": files, "test_files": files},
-            "data": {"allow_private_addresses": True, "convert_images": ["cmyk"]},
-        }
+        environment = {"name": "geo3k", "train_files": files, "test_files": files}
+        data = {"allow_private_addresses": True, "convert_images": ["cmyk"]}
+        settings = {"run_dir": str(tmp_path / "run"), "environment": environment, "data": data}
         rows = EvalSet.of(Config.model_validate(TINY | settings), "test")
         images = [rows.open_image(rows.tasks[0].images[0]) for _ in range(2)]
     assert [image.mode for image in images] == ["RGB", "RGB"]

@@ -58,10 +58,7 @@ def make_source(
     images: Sequence[ImageRef] = (),
 ) -> tuple[PromptSource, PixelRenderer]:
     """The source and its renderer; `images` belong to each task."""
-    tasks = [
-        Task(id=f"row {index}", question=question, answer="a", images=tuple(images))
-        for index, question in enumerate(questions)
-    ]
+    tasks = [Task(id=f"row {n}", question=text, answer="a", images=tuple(images)) for n, text in enumerate(questions)]
     renderer, environment = PixelRenderer(most_tokens), BanditEnvironment()
     limits: Any = {"max_prompt_tokens": 10, "on_bad_row": on_bad_row, "cache_gib": cache_gib}
     source = PromptSource(tasks, environment, renderer, **limits, bad_rows=BadRows(folder))

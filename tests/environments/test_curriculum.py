@@ -39,8 +39,8 @@ def geospot() -> Stages:
 
 def test_geospot_goes_through_its_stages_by_step() -> None:
     curriculum = CurriculumProgress(geospot())
-    assert len(geospot().stages) == 5
     steps = (0, 99, 100, 299, 300, 599, 600, 999, 1000, 10**6)
+    assert len(geospot().stages) == 5
     assert stages_of(curriculum, steps) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert stages_of(CurriculumProgress(geospot(), Curriculum(enabled=False)), steps) == [4] * 10
     own = Curriculum(starts=(1, 2, 3, 4))
@@ -61,13 +61,9 @@ def test_a_change_is_said_once_and_is_a_metric() -> None:
         "curriculum/weight_country": pytest.approx(0.6),
         "curriculum/weight_region": pytest.approx(0.4),
     }
-
-
-def test_an_environment_without_stages_has_nothing_to_say() -> None:
+    # an environment without stages has nothing to say
     curriculum = CurriculumProgress(stages_of_environment(BanditEnvironment()))
-    assert curriculum.begin_step(0) is None
-    assert curriculum.stage == 0
-    assert curriculum.metrics() == {}
+    assert (curriculum.begin_step(0), curriculum.stage, curriculum.metrics()) == (None, 0, {})
 
 
 def test_by_success_a_stage_ends_when_its_own_window_is_good() -> None:
@@ -79,6 +75,9 @@ def test_by_success_a_stage_ends_when_its_own_window_is_good() -> None:
         stages.append(curriculum.stage)
         curriculum.end_step(reward)
     assert stages == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+    # a checkpoint of more stages
+    with pytest.raises(DataError, match=r"\bstage 5\b.*\b3\b"):
+        CurriculumProgress(STAGES).restore({"stage": 4, "recent_rewards": []})
 
 
 def test_the_loop_scores_by_stage_logs_it_and_evaluates_at_the_last(tmp_path: Path) -> None:
@@ -87,17 +86,14 @@ def test_the_loop_scores_by_stage_logs_it_and_evaluates_at_the_last(tmp_path: Pa
     assert [row["curriculum/stage"] for row in rows] == [1, 1, 2, 2, 2, 3, 3]
     pay = [1 / 3, 1 / 3, 2 / 3, 2 / 3, 2 / 3, 1, 1]
     assert [row["curriculum/pay"] for row in rows] == pytest.approx(pay)
-    assert [row["reward"] for row in rows] == pytest.approx(
-        [share * row["accuracy"] for share, row in zip(pay, rows, strict=True)]
-    )
+    rewards = [share * row["accuracy"] for share, row in zip(pay, rows, strict=True)]
+    assert [row["reward"] for row in rows] == pytest.approx(rewards)
     assert summary.final.num_rows == 16
 
 
 def test_a_resumed_run_goes_on_in_its_stage(tmp_path: Path) -> None:
-    settings = {
-        "curriculum": {"advance": "success", "success_rate": 0.2, "success_window_steps": 4},
-        "checkpoint": {"every_steps": 5},
-    }
+    by_success = {"advance": "success", "success_rate": 0.2, "success_window_steps": 4}
+    settings = {"curriculum": by_success, "checkpoint": {"every_steps": 5}}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(staged_run(whole, max_steps=12, **settings))
     train(staged_run(parts, max_steps=5, **settings))
@@ -105,11 +101,6 @@ def test_a_resumed_run_goes_on_in_its_stage(tmp_path: Path) -> None:
     expected, found = ([(row["curriculum/stage"], row["reward"]) for row in read_metrics(x)] for x in (whole, parts))
     assert found == expected
     assert len({stage for stage, _ in expected}) > 1
-
-
-def test_a_checkpoint_of_more_stages_is_refused() -> None:
-    with pytest.raises(DataError, match=r"\bstage 5\b.*\b3\b"):
-        CurriculumProgress(STAGES).restore({"stage": 4, "recent_rewards": []})
 
 
 @table(

@@ -88,17 +88,14 @@ def test_every_task_goes_to_its_own_environment(tmp_path: Path) -> None:
     mixed = make_environment(config_of(parts_in(tmp_path)))
     environment = mixed.environment
     tasks = environment.tasks("train")
-    assert len(tasks) == 110
-    assert len({task.id for task in tasks}) == 110
+    assert len(tasks) == len({task.id for task in tasks}) == 110
     assert Counter(kind.partition("/")[0] for kind in kinds_of(tasks)) == {"words": 10, "scenes": 100}
     assert set(kinds_of(tasks)) == {"words", *(f"scenes/{kind}" for kind in KINDS)}
     # every prefix holds a word for ten scenes
     words = [index for index, task in enumerate(tasks) if task.kind == "words"]
     assert words == [*range(5, 110, 11)]
     place = place_of(tasks, words[2])
-    assert place is not None
-    assert place.where == "rows.jsonl line 3"
-    assert place_of(tasks, 50) is None
+    assert (place is not None and place.where, place_of(tasks, 50)) == ("rows.jsonl line 3", None)
     for index in (words[2], 50, 109):
         task = tasks[index]
         assert task.kind == kinds_of(tasks)[index]
@@ -163,8 +160,7 @@ def test_a_mixture_trains_and_a_resumed_run_equals_one_never_stopped(tmp_path: P
     # the run and the rows of its evaluation are known only from its folder
     (of_run, gold) = evaluate_targets([str(tmp_path / "straight"), "gold"], [], EvalOptions(split="dev", quiet=True))
     assert {"words", "scenes/counting"} <= set(of_run.by_kind)
-    assert gold.accuracy.mean == 1
-    assert gold.accuracy.n == 18
+    assert (gold.accuracy.mean, gold.accuracy.n) == (1, 18)
     # other rows of a part are news to a resumed run
     again = config_of(parts_in(tmp_path), run_dir=str(tmp_path / "straight"), max_steps=5, resume="auto")
     (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text().replace("is 3?", "are 3?"))

@@ -26,22 +26,16 @@ def order_of(source: PromptSource) -> Order:
     return Order([task.kind for task in source.tasks], weights={}, seed=0)
 
 
-def test_a_prompt_is_made_once() -> None:
+def test_a_prompt_is_made_once_in_bounded_memory_and_the_least_recently_used_leave() -> None:
     source, renderer = make_source(["a", "b", "c"])
     first = [source.get(index) for index in range(3)]
     assert [source.get(index) for index in range(3)] == first
     assert renderer.rendered == 3
-
-
-def test_memory_is_bounded_and_the_least_recently_used_leave() -> None:
     source, renderer = make_source(["a", "b", "c"], cache_gib=2.5 / 1024)
-    for index in (0, 1, 0, 2):
+    # 0 was used last but one, and 1 has left
+    for index, rendered in zip((0, 1, 0, 2, 0, 1), (1, 2, 2, 3, 3, 4), strict=True):
         source.get(index)
-    assert renderer.rendered == 3
-    source.get(0)
-    assert renderer.rendered == 3, "used last but one"
-    source.get(1)
-    assert renderer.rendered == 4, "had left"
+        assert renderer.rendered == rendered
 
 
 PIXELS_YXC = np.zeros((1024, 1024 // 3 + 1, 3), dtype=np.uint8)
@@ -62,21 +56,18 @@ def test_bad_rows_are_skipped_counted_and_listed(tmp_path: Path) -> None:
     assert {item.task.question for item in taken} == {"a", "b"}
     assert set(source.bad_rows) == {1, 3}
     listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
-    assert sorted(row["row"] for row in listed) == ["row 3", "rows.parquet row 3"]
-    assert sorted(row["reason"] for row in listed) == ["other", "prompt_too_long"]
+    reasons = sorted((row["row"], row["reason"]) for row in listed)
+    assert reasons == [("row 3", "prompt_too_long"), ("rows.parquet row 3", "other")]
     assert any("raise it, lower model.max_pixels" in row["error"] for row in listed)
+    source, _ = make_source(["bad"])
+    with pytest.raises(DataError, match=r"\bdata\.on_bad_row=error\b"):
+        source.take(order_of(source), 5)
 
 
 def test_a_prompt_and_its_completion_are_no_longer_than_the_model() -> None:
     source, _ = make_source(["abc", "abcd"], most_tokens=3)
     assert [source.get(index) is not None for index in range(2)] == [True, False]
     assert "4 tokens, images included, but the model has positions for only 3 before a completion" in source.bad_rows[1]
-
-
-def test_a_data_set_of_bad_rows_alone_ends() -> None:
-    source, _ = make_source(["bad"])
-    with pytest.raises(DataError, match=r"\bdata\.on_bad_row=error\b"):
-        source.take(order_of(source), 5)
 
 
 def test_skipping_does_not_disturb_the_order_of_the_rest() -> None:

@@ -16,6 +16,7 @@ from fovea.cli import main as cli
 from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.settings.environments import ShapesEnvironment
 from gym_tests.grading import scored
+from gym_tests.tables import table
 
 
 def grade(name: str, file: Path, *options: str) -> Result:
@@ -60,12 +61,6 @@ BAD_LINES = [
 ]
 
 
-def test_an_environment_without_a_grader_is_named_with_those_that_have_one(tmp_path: Path) -> None:
-    result = grade("nope", tmp_path / "answers.jsonl")
-    assert result.exit_code == 2
-    assert "Invalid value for 'ENV': 'nope' is not one of 'geo3k', 'vqa'" in " ".join(result.stderr.split())
-
-
 def test_what_cannot_be_graded_is_named_and_never_0(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     good = rb'{"prediction": "\\boxed{5} \ud800", "truth": "5"}'
@@ -77,13 +72,12 @@ def test_what_cannot_be_graded_is_named_and_never_0(tmp_path: Path) -> None:
     summary = json.loads(result.stderr)
     assert (summary["rows"], summary["graded"], summary["mean_score"]) == (1 + len(BAD_LINES), 1, 1.0)
     for number, (row, (_, reason)) in enumerate(zip(rest, BAD_LINES, strict=True), start=3):
-        assert row["score"] is None
-        assert row["reason"].startswith(f"line {number}: ")
-        assert "on_bad_row" not in row["reason"]
+        told = row["reason"]
+        assert (row["score"], told.startswith(f"line {number}: "), "on_bad_row" in told) == (None, True, False)
         assert number in summary["ungraded"][reason]["first_lines"]
 
 
-@pytest.mark.parametrize(
+@table(
     ("truth", "reason"),
     [
         ("France", "answer_kind"),
@@ -102,18 +96,15 @@ def test_truths_that_are_no_place(tmp_path: Path, truth: object, reason: str) ->
 
 
 def test_multiple_choice_and_several_annotators(tmp_path: Path) -> None:
-    options = ["cat", "dog"]
-    rows, _ = graded(
-        tmp_path,
-        "vqa",
-        [
-            {"prediction": "B", "truth": "dog", "options": options},
-            {"prediction": "the dog", "truth": "B", "options": options},
-            {"prediction": "A", "truth": "dog", "options": options},
-            {"prediction": "2", "truth": ["2", "2", "3", "3", "3", "3", "3", "3", "3", "3"]},
-            {"prediction": "A", "truth": "bird", "options": options},
-        ],
-    )
+    choice = {"options": ["cat", "dog"]}
+    given = [
+        {"prediction": "B", "truth": "dog", **choice},
+        {"prediction": "the dog", "truth": "B", **choice},
+        {"prediction": "A", "truth": "dog", **choice},
+        {"prediction": "2", "truth": ["2", "2", *["3"] * 8]},
+        {"prediction": "A", "truth": "bird", **choice},
+    ]
+    rows, _ = graded(tmp_path, "vqa", given)
     # of ten leave-one-out subsets two hold one other 2 and eight hold two: (2 x 1/3 + 8 x 2/3) / 10
     assert [row["score"] for row in rows] == [1.0, 1.0, 0.0, pytest.approx(0.6), None]
 
@@ -132,67 +123,42 @@ def test_rare_words_of_captions_are_those_of_the_file(tmp_path: Path) -> None:
 def test_scores_are_those_of_a_run(tmp_path: Path) -> None:
     environment = Shapes(ShapesEnvironment(), 0)
     tasks = environment.tasks("test")[:8]
-    texts = [
-        environment.target(task) if place % 2 else rf"a \boxed{{{task.answer}}}" for place, task in enumerate(tasks)
-    ]
-    rows, _ = graded(
-        tmp_path,
-        "shapes",
-        [{"prediction": text, "truth": task.answer} for task, text in zip(tasks, texts, strict=True)],
-    )
+    texts = [environment.target(task) if n % 2 else rf"a \boxed{{{task.answer}}}" for n, task in enumerate(tasks)]
+    given = [{"prediction": text, "truth": task.answer} for task, text in zip(tasks, texts, strict=True)]
+    rows, _ = graded(tmp_path, "shapes", given)
     scores = [scored(environment.graders, task, text) for task, text in zip(tasks, texts, strict=True)]
     assert [(row["score"], row["parts"]) for row in rows] == [(score.reward, dict(score.parts)) for score in scores]
     assert {row["score"] for row in rows} == {0.0, 1.0}
 
 
-@pytest.mark.parametrize(("content", "problem"), [("", "it has no rows"), ("{}\n", "line 1: prediction is missing")])
-def test_a_file_without_a_gradable_row_is_an_error(tmp_path: Path, content: str, problem: str) -> None:
-    file = tmp_path / "answers.jsonl"
-    file.write_text(content, encoding="utf-8")
-    result = grade("geo3k", file)
-    assert result.exit_code == 2
-    assert result.stderr.splitlines() == [
-        f"error: {file}: none of {len(content.splitlines())} rows could be graded; the last problem: {problem}"
-    ]
-
-
-def test_files_that_cannot_serve(tmp_path: Path) -> None:
+def test_files_that_cannot_serve_and_environments_without_a_grader(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     assert "no such file" in grade("geo3k", file).stderr
+    for content, problem in (("", "it has no rows"), ("{}\n", "line 1: prediction is missing")):
+        file.write_text(content, encoding="utf-8")
+        result = grade("geo3k", file)
+        told = f"none of {len(content.splitlines())} rows could be graded; the last problem: {problem}"
+        assert (result.exit_code, result.stderr.splitlines()) == (2, [f"error: {file}: {told}"])
     file.write_text('{"prediction": "5", "truth": "5"}\n', encoding="utf-8")
     assert "is the file that is graded" in grade("geo3k", file, "--out", str(file)).stderr
     assert "grading captions reads it twice" in grade("caption", Path("/dev/null")).stderr
     assert file.read_text(encoding="utf-8").startswith("{")
-
-
-def test_it_starts_without_torch(tmp_path: Path) -> None:
-    file = tmp_path / "answers.jsonl"
-    file.write_text('{"prediction": "5", "truth": "5"}\n', encoding="utf-8")
-    program = (
-        "import sys; from typer.testing import CliRunner; from fovea.cli import main as cli; "
-        f"result = CliRunner().invoke(cli.app, ['grade', 'caption', {str(file)!r}]); "
-        "sys.exit(result.exit_code or 'torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    result = grade("nope", tmp_path / "answers.jsonl")
+    told = "Invalid value for 'ENV': 'nope' is not one of 'geo3k', 'vqa'"
+    assert (result.exit_code, told in " ".join(result.stderr.split())) == (2, True)
 
 
 ROW = b'{"prediction": "\\\\boxed{4}", "truth": "4"}\n'
 COMMAND = [sys.executable, "-m", "fovea", "grade", "geo3k"]
 
 
-def test_a_reader_that_has_read_enough_ends_the_command_quietly(tmp_path: Path) -> None:
+def test_a_dash_is_stdin_and_a_reader_that_has_read_enough_ends_the_command_quietly(tmp_path: Path) -> None:
     """As `| head -1` does; the rows are more than a pipe holds."""
     (tmp_path / "answers.jsonl").write_bytes(ROW * 3000)
     command = subprocess.Popen([*COMMAND, tmp_path / "answers.jsonl"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert command.stdout is not None
-    assert command.stderr is not None
-    assert json.loads(command.stdout.readline())["score"] == 1.0
-    command.stdout.close()
-    assert command.stderr.read() == b""
-    command.stderr.close()
+    assert json.loads(command.stdout.readline())["score"] == 1.0  # type: ignore[union-attr]
+    command.stdout.close()  # type: ignore[union-attr]
+    assert command.communicate()[1] == b""
     assert command.wait() == 1
-
-
-def test_a_dash_is_stdin() -> None:
     done = subprocess.run([*COMMAND, "-"], input=ROW, capture_output=True, check=True)
     assert json.loads(done.stdout)["score"] == 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -51,26 +52,19 @@ def group(image: str, place: int, text: str, trainer_logprob: float = -1.25) -> 
     closer = RecordedMessage(role="tool", tool=text, parts=("Closer:", shown, text))
     failure = RecordedMessage(role="tool", tool=text, failed=True, parts=(text,))
     tokens = TokenTrace(
-        pieces=(text, "<|im_end|>"),
-        engine_logprobs=(-0.5, -0.25),
-        trainer_logprobs=(-0.5, trainer_logprob),
-        advantages=(0.7, 0.7),
+        **{"pieces": (text, "<|im_end|>"), "engine_logprobs": (-0.5, -0.25)},
+        **{"trainer_logprobs": (-0.5, trainer_logprob), "advantages": (0.7, 0.7)},
     )
     turns = (
         RecordedTurn(text="\\crop{1}", reward=0.25),
         RecordedTurn(messages=(failure, closer), text=text, tokens=tokens, reward=0.75, seconds=1.5),
     )
     mark = Mark(image=1, xy=(0.25, 0.5), label=text)
-    right = said(
-        text, reward=1.0, accuracy=1.0, parts={text: 1.0}, image_parts=({"seen": 1.0},), turns=turns, marks=(mark,)
-    )
+    scored: dict[str, Any] = {"reward": 1.0, "accuracy": 1.0, "parts": {text: 1.0}, "image_parts": ({"seen": 1.0},)}
     return AnsweredRow(
-        id=f"train/{place}",
-        question=f"{text} {place}?",
-        truth=text,
+        **{"id": f"train/{place}", "question": f"{text} {place}?", "truth": text, "messages": (asked,)},
         kind=text if place > 1 else KINDS[place],
-        messages=(asked,),
-        answers=(right, said("(100,200),(500,600)", finish="length")),
+        answers=(said(text, **scored, turns=turns, marks=(mark,)), said("(100,200),(500,600)", finish="length")),
     )
 
 
@@ -78,16 +72,24 @@ def write_answers_of(folder: Path, name: str, texts: Sequence[str], question: st
     """Answers of an evaluation to rows whose truth is 3."""
     rows = [
         AnsweredRow(
-            id=f"test/{place}",
-            index=place,
-            kind=KINDS[place % 2],
-            question=question,
-            truth="3",
+            **{"id": f"test/{place}", "index": place, "kind": KINDS[place % 2], "question": question, "truth": "3"},
             answers=(said(text, reward=float(text == "3"), accuracy=float(text == "3")),),
         )
         for place, text in enumerate(texts)
     ]
     write_answers(folder, name, rows)
+
+
+def evaluation_of(**right_of: tuple[int, int]) -> Evaluation:
+    """An evaluation with so many right answers of so many, by kind."""
+    kinds = {kind: (1.0,) * right + (0.0,) * (n - right) for kind, (right, n) in right_of.items()}
+    return Evaluation(accuracies=kinds)
+
+
+def summary_of(final: Evaluation, **fields: Any) -> Summary:
+    given = {"before": None, "warmup": None, "shuffled_images": None, "blank_images": None, "steps": 5, "seed": 0}
+    seconds = {"warmup_seconds": 0.0, "rl_seconds": 1.0, "total_seconds": 1.0}
+    return Summary(**{"final": final, "duplicates_across_splits": None, **given, **seconds, **fields})
 
 
 def finish_run(folder: Path, right: int, wrong: int, unscored: int = 0) -> None:
@@ -96,17 +98,4 @@ def finish_run(folder: Path, right: int, wrong: int, unscored: int = 0) -> None:
     parts = {"answer": values, "form": (1.0,) * len(values)}
     final = Evaluation(accuracies={"count": values}, rewards=values, parts=parts, num_unscored=unscored)
     before = Evaluation(accuracies={"count": (0.0,) * len(values)}, rewards=(0.0,) * len(values))
-    summary = Summary(
-        before=before,
-        warmup=None,
-        final=final,
-        shuffled_images=before,
-        blank_images=None,
-        duplicates_across_splits=None,
-        warmup_seconds=0.0,
-        rl_seconds=1.0,
-        total_seconds=1.0,
-        steps=5,
-        seed=0,
-    )
-    write_summary(folder / "summary.json", summary)
+    write_summary(folder / "summary.json", summary_of(final, before=before, shuffled_images=before))

@@ -40,6 +40,15 @@ def open_page(browser: Browser, address: str, ready: str, **look: int | bool) ->
     browser.wait_for(ready)
 
 
+@contextmanager
+def opened(browser: Browser, place: str, ready: str, *folders: Path, **look: int) -> Iterator[str]:
+    """A page of the real server on these runs that reports no problem up to the end of the block."""
+    with served(*folders) as address:
+        open_page(browser, f"{address}{place}", ready, **look)
+        yield address
+        assert browser.problems == []
+
+
 def text_of(browser: Browser, selector: str) -> str:
     return browser.evaluate(f"document.querySelector({selector!r}).textContent")
 

@@ -16,12 +16,15 @@ from fovea.report.export import export
 from fovea.report.viewed_run import ViewedRun
 from tests.chromium import Browser, open_browser
 from tests.report.folders import finish_run, write_answers_of, write_run
-from tests.view.browsing import GROUP, HOSTILE, LINE, choose, open_page, served, text_of
+from tests.view.browsing import GROUP, HOSTILE, LINE, choose, open_page, opened, served, text_of
 
 pytestmark = pytest.mark.browser
 
 X_LABELS = "[...document.querySelector('.plot').querySelectorAll('text.x')].map((each) => each.textContent)"
 Y_LABELS = "[...document.querySelector('.plot').querySelectorAll('text:not(.x)')].map((each) => each.textContent)"
+TITLES = "[...document.querySelectorAll('.metrics[open] .charts figcaption bdi')].map((each) => each.textContent)"
+OVERVIEW = TITLES.replace(".metrics[open] ", "")
+FITS = "document.documentElement.scrollWidth <= innerWidth"
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,7 @@ def test_no_number_lies_outside_its_card(browser: Browser, tmp_path: Path, width
             choose(browser, "#search", "e", "input")
             browser.wait_for("document.querySelectorAll('.charts polyline').length >= 12")
             assert browser.evaluate(outside) == []
-            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            assert browser.evaluate(FITS)
 
 
 def test_curves_by_time_and_tokens_on_a_log_scale_and_smoothed(browser: Browser, tmp_path: Path) -> None:
@@ -73,12 +76,10 @@ def test_curves_by_time_and_tokens_on_a_log_scale_and_smoothed(browser: Browser,
             rewards = {"reward": 10.0**step, "loss": -1.0}
             metrics.write(step, rewards | {"seconds/step": 60.0 * step, "tokens_per_second": 100.0})
     points = f"{LINE}.getAttribute('points').split(' ').map((each) => each.split(',').map(Number))"
-    with served(folder) as address:
-        open_page(browser, f"{address}#curves", LINE)
+    with opened(browser, "#curves", LINE, folder):
         width = browser.evaluate("document.querySelector('.plot').clientWidth") - 66
-        assert [x for x, _ in browser.evaluate(points)] == pytest.approx(
-            [56 + width * share for share in (0, 1 / 3, 2 / 3, 1)], abs=0.1
-        )
+        steps = [56 + width * share for share in (0, 1 / 3, 2 / 3, 1)]
+        assert [x for x, _ in browser.evaluate(points)] == pytest.approx(steps, abs=0.1)
         choose(browser, "#x", "seconds")
         browser.wait_for(f"{X_LABELS}.includes('5 min')")
         by_time = [56 + width * share for share in (0.1, 0.3, 0.6, 1)]
@@ -109,7 +110,6 @@ def test_curves_by_time_and_tokens_on_a_log_scale_and_smoothed(browser: Browser,
         browser.wait_for("document.querySelector('.charts output')?.textContent === '\u22121'")
         drawn = "document.querySelector('.charts .plot').childElementCount"
         assert browser.evaluate(drawn) == 0, "nothing above 0 on a log scale"
-        assert browser.problems == []
 
 
 def test_no_line_crosses_missing_steps_and_rounding_has_no_curve(browser: Browser, tmp_path: Path) -> None:
@@ -120,24 +120,19 @@ def test_no_line_crosses_missing_steps_and_rounding_has_no_curve(browser: Browse
             values = {} if missing else {"reward": 0.1 * step, "mismatch/kl": 1e-14}
             metrics.write(step, {"entropy": 1.0, "loss": 1.0} | values)
     spans = f"{LINE}.parentNode.querySelectorAll('polyline')"
-    titles = "[...document.querySelectorAll('.metrics[open] .charts figcaption bdi')].map((each) => each.textContent)"
-    with served(folder) as address:
-        open_page(browser, f"{address}#curves", LINE)
+    with opened(browser, "#curves", LINE, folder):
         lengths = browser.evaluate(f"[...{spans}].map((each) => each.getAttribute('points').split(' ').length)")
         assert lengths == [3, 1, 5]
-        assert browser.evaluate(titles) == ["reward", "entropy"]
-        assert browser.problems == []
+        assert browser.evaluate(TITLES) == ["reward", "entropy"]
 
 
 def test_the_overview_has_remarks_figures_and_the_learning_curve(browser: Browser, tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other")
     for folder in (one, other):
         JsonlSink(folder, resume_step=5).write(6, {"reward": 0.9, "reward/same": 0.9, "accuracy/dev": 0.5})
-    titles = "[...document.querySelectorAll('.charts figcaption bdi')].map((each) => each.textContent)"
     headline = "[...document.querySelectorAll('.headline-of dd:not(.soft)')].map((each) => each.textContent)"
-    with served(one, other) as address:
-        open_page(browser, address, LINE)
-        assert browser.evaluate(titles) == ["reward", "accuracy/dev"]
+    with opened(browser, "", LINE, one, other):
+        assert browser.evaluate(OVERVIEW) == ["reward", "accuracy/dev"]
         assert browser.evaluate(headline) == ["0.100", "0.900"] * 2, "so far"
         assert not browser.evaluate("document.querySelector('.remarks')")
         add_hint(one, f"{HOSTILE[:60]} no group had a signal")
@@ -152,48 +147,43 @@ def test_the_overview_has_remarks_figures_and_the_learning_curve(browser: Browse
         assert "0.0 % right with another question's image" in text_of(browser, ".headlines")
         assert "Rows not scored and left out: 2 after RL." in text_of(browser, ".headlines")
         assert "Time of the steps" in text_of(browser, ".overview")
-        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.evaluate(FITS)
         browser.evaluate("document.querySelector('.plot').dispatchEvent(new MouseEvent('click', { bubbles: true }))")
         browser.wait_for(GROUP)
-        assert browser.problems == []
 
 
 def test_the_overview_says_why_a_run_does_not_move(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=0)
     (folder / "config.yaml").write_text(yaml.safe_dump({"rollout": {"max_new_tokens": HOSTILE[:30]}}))
-    titles = "[...document.querySelectorAll('.charts figcaption bdi')].map((each) => each.textContent)"
     sink = JsonlSink(folder)
     for step in range(1, 20):
         sink.write(step, {"reward": 0.0, "truncated_frac": 1.0})
-    with served(folder) as address:
-        open_page(browser, address, LINE)
+    with opened(browser, "", LINE, folder):
         assert not browser.evaluate("document.querySelector('.remarks')"), "one step too few"
         sink.write(20, {"reward": 0.0, "truncated_frac": 1.0})
         browser.wait_for("document.querySelectorAll('.remarks p').length === 2")
-        assert browser.evaluate(titles) == ["reward", "truncated_frac"], "with the curve that shows it"
+        assert browser.evaluate(OVERVIEW) == ["reward", "truncated_frac"], "with the curve that shows it"
         said = text_of(browser, ".remarks")
         assert "No answer earns anything: reward is 0 (mean of steps 1 to 20). Nothing is learned" in said
         assert "Answers are cut off at the limit: truncated_frac is 1 (mean of steps 1 to 20)" in said
         assert f"rollout.max_new_tokens={HOSTILE[:30].lower()}" in said
-        assert browser.problems == []
 
 
 def test_a_part_of_the_reward_that_repeats_it_is_shown_once(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=0, text="same")
-    titles = "[...document.querySelectorAll('.metrics[open] .charts figcaption bdi')].map((each) => each.textContent)"
     parts = "[...document.querySelectorAll('.score .part')].map((each) => each.textContent)"
     with MetricsLog([JsonlSink(folder)]) as metrics:
         for step in range(1, 4):
             metrics.write(step, {"reward": step / 4, "reward/same": step / 4, "reward/other": 1.0})
         with served(folder) as address:
             open_page(browser, f"{address}#curves", LINE)
-            assert browser.evaluate(titles) == ["reward", "reward/other"]
+            assert browser.evaluate(TITLES) == ["reward", "reward/other"]
             browser.press("s")
             browser.wait_for(GROUP)
             assert browser.evaluate(parts) == ["image 1 seen 1"]
             browser.press("c")
             metrics.write(4, {"reward": 0.5, "reward/same": 0.25, "reward/other": 1.0})
-            browser.wait_for(f"{titles}.includes('reward/same')")
+            browser.wait_for(f"{TITLES}.includes('reward/same')")
             assert browser.problems == []
 
 
@@ -218,13 +208,12 @@ def test_held_out_answers_of_two_runs_stand_beside_each_other(browser: Browser, 
             ["test/3", False, False],
             ["test/4", True, False],
         ]
-        assert browser.evaluate(figures) == ["50.0\u00a0%", "50.0\u00a0%", "1", "1", "1", "1", "4"], (
-            "over the rows of both"
-        )
+        shares = browser.evaluate(figures)
+        assert shares == ["50.0\u00a0%", "50.0\u00a0%", "1", "1", "1", "1", "4"], "over the rows of both"
         assert text_of(browser, ".held-out .question").startswith(HOSTILE[:2000])
         assert "has not answered this row" in text_of(browser, ".held-out:last-child")
         assert browser.evaluate("document.querySelectorAll('.held-out a, body script').length") == 0
-        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.evaluate(FITS)
         choose(browser, "#outcome", "differ")
         browser.wait_for("document.querySelectorAll('.held-out').length === 3")
         choose(browser, "#row-kind", "count")
@@ -239,7 +228,7 @@ def test_held_out_answers_of_two_runs_stand_beside_each_other(browser: Browser, 
         open_page(browser, f"{page.as_uri()}#held-out?outcome=right", "document.querySelector('.held-out')")
         assert browser.evaluate(rows) == [["test/0", True, True]]
         open_page(browser, f"{page.as_uri()}#held-out", "document.querySelector('.held-out')", width=400)
-        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.evaluate(FITS)
         assert browser.problems == []
 
 
@@ -268,10 +257,9 @@ def test_settings_that_differ_come_first_and_the_console_grows(browser: Browser,
         assert browser.evaluate("document.querySelectorAll('pre.console *').length") == 0
         progress.print("the last line")
         browser.wait_for("document.querySelector('pre.console').textContent.endsWith('the last line\\n')")
-        assert browser.evaluate("[...document.querySelectorAll('pre.console')][1].textContent").startswith(
-            "This run did not"
-        )
-        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        other_console = "[...document.querySelectorAll('pre.console')][1].textContent"
+        assert browser.evaluate(other_console).startswith("This run did not")
+        assert browser.evaluate(FITS)
         assert browser.problems == []
 
 
@@ -280,10 +268,9 @@ def test_a_folder_of_runs_opens_a_list_and_leads_to_its_runs(browser: Browser, t
         write_run(tmp_path / "runs" / name)
     (tmp_path / "runs" / "latest").symlink_to(tmp_path / "runs" / "one")
     rows = "[...document.querySelectorAll('tbody tr')].map((row) => row.textContent.replaceAll(/\\s+/g, ' '))"
-    with served(tmp_path / "runs") as address:
-        open_page(browser, address, "document.querySelectorAll('tbody tr').length === 2", width=400)
+    with opened(browser, "", "document.querySelectorAll('tbody tr').length === 2", tmp_path / "runs", width=400):
         assert all("stopped 5 of 10 0.5" in row for row in browser.evaluate(rows))
-        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.evaluate(FITS)
         browser.evaluate("document.querySelector('tbody a').click()")
         browser.wait_for(LINE)
         browser.evaluate("document.querySelector('#head h1 a').click()")
@@ -293,4 +280,3 @@ def test_a_folder_of_runs_opens_a_list_and_leads_to_its_runs(browser: Browser, t
         browser.wait_for("document.querySelectorAll('.run').length === 2")
         browser.press("s")
         browser.wait_for("document.querySelector('.images img')?.naturalWidth")
-        assert browser.problems == []

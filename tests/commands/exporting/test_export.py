@@ -1,9 +1,10 @@
-"""A trained model as a folder: plain transformers and peft load it, and it answers as it did in training."""
+"""A trained model as a folder: plain transformers and peft load it, it answers as in training, and its card says so."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,6 +36,7 @@ from fovea.commands.exporting.export import (
     reload_model,
     write_model,
 )
+from fovea.commands.exporting.model_card import Card, model_card
 from fovea.commands.targets import find_checkpoint, open_checkpoint, parse_target, shared_settings
 from fovea.config.run import Config
 from fovea.errors import ModelError
@@ -41,11 +44,14 @@ from fovea.evaluation.json_file import read_answers
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.tiny import TinyParts
+from fovea.report.summary import SummaryJson
 from fovea.run import checkpoint
+from fovea.types import Evaluation
 from fovea.wiring.run import build
 from fovea_gym.errors import ConfigError, DataError
 from tests.policies import weights_of
 from tests.reference import model_inputs, reference_logprobs
+from tests.report.folders import summary_of
 from tests.saved import saved_tensors
 from tests.tiny_models import image, renderer, save, tiny, user
 
@@ -139,9 +145,7 @@ def test_an_exported_model_answers_as_it_did_in_training(lora: Path, merged: Pat
     assert list(by_step.values()) == [sum(x for _, _, x in dev) / 24 for dev in (dev_of_2, dev_of_4)]
 
 
-def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(
-    lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(lora: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """While the model is loaded, and between the listing of checkpoints and the reading of the newest."""
     run = shutil.copytree(lora, tmp_path / "run")
     first, second, third = (run / "checkpoints" / f"step-{step}" for step in (0, 2, 4))
@@ -197,43 +201,41 @@ def test_a_fully_trained_model_of_another_family(full: Path, tmp_path: Path) -> 
     assert tokenizer.eos_token_id == model.processor.tokenizer.eos_token_id
     assert AutoImageProcessor.from_pretrained(out).patch_size == model.processor.image_processor.patch_size
     trained = TinyParts(network=model.vlm.network, processor=model.processor)
-    prompt = renderer(trained).prompt(user(image(1), "How many circles?"))
-    answer = np.array([9, 8, 7])
+    prompt, answer = renderer(trained).prompt(user(image(1), "How many circles?")), np.array([9, 8, 7])
     # bfloat16 would round other logits alike
     again = TinyParts(network=plain.float(), processor=replace(model.processor, tokenizer=tokenizer))
     trained.network.float()
-    torch.testing.assert_close(
-        reference_logprobs(again, prompt, answer), reference_logprobs(trained, prompt, answer), atol=1e-5, rtol=0
-    )
+    exported, of_the_run = (reference_logprobs(each, prompt, answer) for each in (again, trained))
+    torch.testing.assert_close(exported, of_the_run, atol=1e-5, rtol=0)
     assert read(out, "test") == recorded(full, "test-final")
     assert model.config.model.dtype == "bfloat16"
 
 
-def test_limits_on_pixels_go_with_the_model(merged: Path) -> None:
-    size = AutoImageProcessor.from_pretrained(merged).size
-    assert size["longest_edge"] == 1600
-    assert size["shortest_edge"] == 256
-
-
-def test_the_video_processor_is_the_familys_or_the_bases(full: Path, merged: Path, tmp_path: Path) -> None:
-    images = json.loads((merged / "preprocessor_config.json").read_text())
-    videos = json.loads((merged / VIDEO_PROCESSOR_FILE).read_text())
+def test_the_processors_are_those_of_the_settings_and_the_family_or_the_base(
+    full: Path, merged: Path, tmp_path: Path
+) -> None:
+    images, videos = (
+        json.loads((merged / name).read_text()) for name in ("preprocessor_config.json", VIDEO_PROCESSOR_FILE)
+    )
     assert videos.pop("video_processor_type") == "Qwen3VLVideoProcessor"
     assert videos == {key: images[key] for key in videos}
     assert "size" not in videos, "one image's pixels are not limit for a video"
-    base = tmp_path / "base"
-    shutil.copytree(merged, base)
+    base, out = Path(shutil.copytree(merged, tmp_path / "base")), tmp_path / "out"
     (base / VIDEO_PROCESSOR_FILE).write_text('{"fps": 3}')
     model = open_checkpoint(find_checkpoint(full))
     settings = model.config.model.model_copy(update={"tiny": None, "path": str(base)})
-    (tmp_path / "out").mkdir()
-    write_model(tmp_path / "out", replace(model, config=model.config.model_copy(update={"model": settings})))
-    assert (tmp_path / "out" / VIDEO_PROCESSOR_FILE).read_text() == '{"fps": 3}'
+    model = replace(model, config=model.config.model_copy(update={"model": settings}))
+    out.mkdir()
+    write_model(out, model)
+    assert (out / VIDEO_PROCESSOR_FILE).read_text() == '{"fps": 3}'
     (tmp_path / "private.json").write_text("{}")
     (base / VIDEO_PROCESSOR_FILE).unlink()
     (base / VIDEO_PROCESSOR_FILE).symlink_to(tmp_path / "private.json")
     with pytest.raises(DataError, match=r"leads out of"):
-        write_model(tmp_path / "out", replace(model, config=model.config.model_copy(update={"model": settings})))
+        write_model(out, model)
+    # limits on pixels go with the model
+    size = AutoImageProcessor.from_pretrained(merged).size
+    assert (size["longest_edge"], size["shortest_edge"]) == (1600, 256)
 
 
 def test_the_card_tells_recipe_and_figures(lora: Path, merged: Path, tmp_path: Path) -> None:
@@ -250,16 +252,9 @@ def test_the_card_tells_recipe_and_figures(lora: Path, merged: Path, tmp_path: P
 
 def test_a_value_function_is_left_out_and_named(tmp_path: Path) -> None:
     """Of a real step of PPO, with a head on the policy's own trunk."""
-    settings = {
-        **SETTINGS,
-        "run_dir": str(tmp_path / "run"),
-        "max_steps": 1,
-        "warmup": None,
-        "model": {"tiny": {}},
-        "algorithm": {"name": "ppo"},
-        "evaluate": {"image_controls": False, "test_size": 4},
-    }
-    run = build(Config.model_validate(settings))
+    small = {"max_steps": 1, "warmup": None, "evaluate": {"image_controls": False, "test_size": 4}}
+    chosen = {"run_dir": str(tmp_path / "run"), "model": {"tiny": {}}, "algorithm": {"name": "ppo"}}
+    run = build(Config.model_validate({**SETTINGS, **small, **chosen}))
     train(run)
     done = export(tmp_path / "run", tmp_path / "out")
     assert done.left_out == ("value",)
@@ -287,10 +282,9 @@ def test_a_folder_that_differs_is_refused(lora: Path, merged: Path) -> None:
     with pytest.raises(ModelError, match="its generation config suppresses different token ids than the run"):
         check(model, free, probe, merged=True)
     right = reload_model(merged, model)
-    template = replace(right.processor, chat_template="{{ messages[0].role }}<|image_pad|>")
-    other_template = replace(right, processor=template)
+    other_template = replace(right.processor, chat_template="{{ messages[0].role }}<|image_pad|>")
     with pytest.raises(ModelError, match="the tokens of a prompt differ"):
-        check(model, other_template, probe, merged=True)
+        check(model, replace(right, processor=other_template), probe, merged=True)
     with torch.no_grad():
         broken.network.get_input_embeddings().weight.mul_(-1)
     with pytest.raises(ModelError, match="the log-probs of the probe differ by"):
@@ -308,9 +302,8 @@ def test_rounding_is_no_difference() -> None:
     assert beyond_rounding(rounded_T * 1e-4, torch.float32) is None
     assert beyond_rounding(rounded_T, torch.float32) is not None
     exchanged_T = rounded_T * EXCHANGED_RMS / rounded_T.square().mean().sqrt()
-    assert beyond_rounding(exchanged_T, torch.bfloat16) == (
-        "the log-probs of the probe differ by 0.918 (root mean square)"
-    )
+    told = "the log-probs of the probe differ by 0.918 (root mean square)"
+    assert beyond_rounding(exchanged_T, torch.bfloat16) == told
     assert beyond_rounding(torch.tensor([0.0, math.nan]), torch.bfloat16) is not None
 
 
@@ -354,21 +347,17 @@ def test_push_is_one_upload_to_a_private_repository(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(export_module, "HfApi", Hub)
     assert push(tmp_path, "me/model") == "hub/me/model"
     assert asked[0] == ("me/model", {"private": True, "exist_ok": True})
-    assert [(name, options["repo_id"], options["folder_path"]) for name, options in asked[1:]] == [
-        ("upload", "me/model", tmp_path)
-    ]
+    ((name, options),) = asked[1:]
+    assert (name, options["repo_id"], options["folder_path"]) == ("upload", "me/model", tmp_path)
 
 
 def test_an_evaluation_beside_baselines(lora: Path, merged: Path, tmp_path: Path) -> None:
-    files = [tmp_path / "eval.json", tmp_path / "eval.html"]
-    targets = [str(lora), str(merged), "majority", "gold"]
-    settings = ["evaluate.test_size=12", "evaluate.samples_per_prompt=3"]
-    done = CliRunner().invoke(
-        app, ["eval", *targets, *settings, "--json", str(files[0]), "--html", str(files[1]), "--debug"]
-    )
+    page, file = tmp_path / "eval.html", tmp_path / "eval.json"
+    words = [str(lora), str(merged), "majority", "gold", "evaluate.test_size=12", "evaluate.samples_per_prompt=3"]
+    done = CliRunner().invoke(app, ["eval", *words, "--json", str(file), "--html", str(page), "--debug"])
     assert done.exit_code == 0, done.output
     assert "Image ablation" in done.stdout
-    content = json.loads(files[0].read_text())
+    content = json.loads(file.read_text())
     run, exported, majority, gold = content["targets"]
     # log-probs of merged weights are equal up to rounding
     of_run, of_export = run.pop("picture_dependence"), exported.pop("picture_dependence")
@@ -385,4 +374,68 @@ def test_an_evaluation_beside_baselines(lora: Path, merged: Path, tmp_path: Path
     assert run["image_ablation"]["shuffled"]["n"] == 12
     assert majority["picture_dependence"] is None
     assert (gold["accuracy"]["mean"], majority["image_ablation"], len(content["rows"])) == (1.0, None, 12)
-    assert "data:image/png;base64," in files[1].read_text()
+    assert "data:image/png;base64," in page.read_text()
+
+
+NASTY = "a | b\n```\n<script>alert(1)</script> [x](javascript:1)\n---"
+
+
+def summary(kind: str) -> SummaryJson:
+    final = Evaluation(accuracies={kind: (1.0, 0.0, 1.0, 0.0)})
+    shuffled = Evaluation(accuracies={kind: (1.0, 0.0, 0.0, 0.0)})
+    return summary_of(final, shuffled_images=shuffled, duplicates_across_splits=0, steps=7, seed=3).to_json()
+
+
+def card(**changes: object) -> str:
+    model = {"path": "Qwen/Qwen3-VL-2B-Instruct", "revision": "abc"}
+    fields: dict[str, Any] = {
+        **{"name": "model", "step": 7, "summary": None, "adapter_only": False, "left_out": (), "banned_ids": (3, 7)},
+        **{"model_class": "Qwen3VLForConditionalGeneration", "max_logprob_difference": 1e-6},
+        "config": Config.model_validate({"model": model, "run_dir": f"runs/{NASTY}"}),
+    }
+    return model_card(Card(**(fields | changes)))
+
+
+def test_the_front_matter_is_what_the_hub_reads_and_the_text_says_how_to_load_it() -> None:
+    text = card()
+    _, front, rest = text.split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "library_name": "transformers",
+        "pipeline_tag": "image-text-to-text",
+        "tags": ["fovea", "reinforcement-learning", "grpo"],
+        "base_model": "Qwen/Qwen3-VL-2B-Instruct",
+    }
+    assert "at revision abc" in rest
+    assert "had not finished when this step was exported" in rest
+    # arguments of the chat template
+    config = Config.model_validate({"model": {"path": "a/b", "chat_template_kwargs": {"enable_thinking": False}}})
+    assert "with `enable_thinking=False`: they are defaults of this folder's template" in card(config=config)
+    assert "`enable_thinking=False`: pass it to apply_chat_template" in card(config=config, adapter_only=True)
+    # an adapter
+    text = card(adapter_only=True)
+    assert "library_name: peft" in text
+    assert 'PeftModel.from_pretrained(base, "model")' in text
+    assert "base.generation_config.suppress_tokens = [3, 7]" in text
+
+
+def test_figures_of_the_run() -> None:
+    text = card(summary=summary("counting"))
+    assert "| counting | not evaluated | 50.0 [15, 85] | 4 |" in text
+    assert "not evaluated; after: 50.0; with another row's images: 25.0; with blank ones: not evaluated." in text
+    assert "step 7, not from this step" not in text
+    assert "are from the run's last step, 7, not from this checkpoint" in card(summary=summary("counting"), step=5)
+
+
+def test_nothing_that_others_wrote_is_markdown() -> None:
+    text = card(summary=summary(NASTY), name=NASTY)
+    (line,) = [line for line in text.splitlines() if "not evaluated | 50.0" in line]
+    assert line.replace("\\|", "").count("|") == 5
+    loading = re.search(r"^````python\n(.*?)^````$", text, re.DOTALL | re.MULTILINE)
+    assert loading is not None, "a fence that is longer than the one in the name"
+    outside = text[: text.index("## Recipe")].replace(loading[0], "")
+    assert "<script>" not in outside.replace("\\<", "")
+    assert "```" not in outside.replace("\\`", "")
+    # the recipe holds the fence of three, in a fence of four
+    recipe = text[text.index("## Recipe") :]
+    assert recipe.count("````") == 2
+    assert recipe.rstrip().endswith("````")

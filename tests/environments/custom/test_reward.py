@@ -114,16 +114,12 @@ def test_what_a_function_returns_is_a_score(returned: object, score: Score) -> N
     assert type(found.reward) is float
 
 
-def test_names_and_places_of_a_score_are_plain() -> None:
+def test_names_and_places_of_a_score_are_plain_and_rewards_of_turns_sum_to_the_reward() -> None:
     """As its records and metrics are written, which NumPy's numbers and mixed keys would end."""
     marks = (Mark(image=np.int64(1), xy=np.array([0.5, 1.0])),)  # type: ignore[arg-type]
-    parts: dict[Any, float] = {1: 2.0, "a": 3.0}
-    score = score_of(Score(reward=1.0, accuracy=1.0, parts=parts, marks=marks), num_images=1)
+    score = score_of(scores(parts={1: 2.0, "a": 3.0}, marks=marks), num_images=1)
     assert score.parts == {"1": 2.0, "a": 3.0}
     assert json.dumps([score.marks[0].image, score.marks[0].xy]) == "[1, [0.5, 1.0]]"
-
-
-def test_rewards_of_turns_sum_to_the_reward() -> None:
     turns = (Turn(messages=(), text="a"), Turn(messages=(), text="b"))
     expected = Score(reward=0.75, accuracy=0.75, turns=(1.0, -0.25))
     for returned in ({"turns": [1, np.float32(-0.25)]}, {"turns": [1, -0.25], "reward": 0.75}, expected):
@@ -150,10 +146,7 @@ NO_TURNS = [
         ({"image_parts": []}, "which names no part and no reward"),
         (MANY, "101 parts, and each is a separate metric; return at most 100"),
         ({"overlong": 0.0, "found": 1.0}, "a part overlong: the metric reward/overlong is the penalty of algorithm"),
-        (
-            {"caf\udce9": 0.0},
-            r"a part 'caf\udce9', which holds half of a UTF-16 pair, which no plot can show; rename it",
-        ),
+        ({"caf\udce9": 0.0}, r"a part 'caf\udce9', which holds half of a UTF-16 pair, which no plot can show; rename"),
         ({"reward": 1, "image_parts": [{"caf\udce9": 0}, {}]}, r"a part 'caf\udce9', which holds half of a UTF-16"),
         ({"reward": 1, "marks": [replace(BOX, label="\ud800")]}, r"a mark labelled '\ud800', which holds half of"),
         (10**400, "a number beyond 1e308, which is not finite"),
@@ -205,19 +198,18 @@ def test_a_reward_and_a_sum_of_parts_beyond_the_limit(returned: object) -> None:
     assert score_in_run(own(lambda task, text, images: -1e6), TASK, ANSWER).reward == -1e6
 
 
-def raises(task: Task, text: str, images: Sequence[Image.Image]) -> float:
-    raise ValueError("first line\nsecond line")
+def raises(error: BaseException) -> Callable[..., float]:
+    def score(task: Task, text: str, images: Sequence[Image.Image]) -> float:
+        raise error
 
-
-def leaves(task: Task, text: str, images: Sequence[Image.Image]) -> float:
-    raise SystemExit(3)
+    return score
 
 
 def test_what_a_function_raises_is_named_by_its_first_line() -> None:
     with pytest.raises(UnscoredError, match=r"^train/0: mine\.py:f raised ValueError: first line at .*\.py:\d+$"):
-        score_in_run(own(raises, on_failure="drop"), TASK, ANSWER)
+        score_in_run(own(raises(ValueError("first line\nsecond line")), on_failure="drop"), TASK, ANSWER)
     with pytest.raises(ScoreError, match=r"^train/0: mine\.py:f raised SystemExit: 3 at .*\.py:\d+; fix it"):
-        score_in_run(own(leaves), TASK, ANSWER)
+        score_in_run(own(raises(SystemExit(3))), TASK, ANSWER)
 
 
 def test_a_call_that_is_late_is_not_waited_for_and_too_many_end_the_run() -> None:
@@ -234,9 +226,7 @@ def test_a_call_that_is_late_is_not_waited_for_and_too_many_end_the_run() -> Non
     finally:
         let_go.set()
     assert time.perf_counter() - started < 30
-
-
-def test_late_calls_that_have_ended_are_forgotten() -> None:
+    # those that have ended are forgotten
     grading = own(lambda task, text, images: time.sleep(0.05), timeout_seconds=0.001, on_failure="drop")
     for _ in range(MAX_LATE_CALLS + 2):
         with pytest.raises(UnscoredError):
@@ -252,8 +242,7 @@ def test_images_are_opened_when_looked_at() -> None:
         return Image.new("RGB", (len(ref.where), 1))
 
     images = OpenedImages([ImageRef(source=b"", where=where) for where in ("a", "bb", "ccc")], opener)
-    assert len(images) == 3
-    assert opened == []
+    assert (len(images), opened) == (3, [])
     assert images[-1].width == images[2].width == 3
     assert opened == ["ccc"]
     assert [image.width for image in images] == [1, 2, 3]
@@ -271,9 +260,8 @@ def partly(task, text, images, scale=2): return scale
 """
 
 
-def test_a_function_is_found_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path, FUNCTIONS)
-    monkeypatch.chdir(tmp_path)
+def test_a_function_is_found_in_its_file(in_tmp_path: None) -> None:
+    written(Path(), FUNCTIONS)
     assert load_reward("mine.py:score")(TASK, "four", []) == 4
     assert load_reward("./mine.py:partly")(TASK, "", []) == 2
     config = Config.model_validate({"model": {"tiny": {}}, "reward": "mine.py:score", "reward_calls_at_once": 2})
@@ -282,12 +270,12 @@ def test_a_function_is_found_in_its_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert made.grading.calls.limits.calls_at_once == 2
     assert score_in_run(made.grading, TASK, ANSWER).reward == len("an answer")
     # rows and prompts stay the environment's
-    assert made.environment.tasks("dev") == inner.tasks("dev")
-    assert made.environment.prompt(TASK) == inner.prompt(TASK)
-    assert made.environment.target(TASK) == inner.target(TASK)
+    environment = made.environment
+    assert (environment.tasks("dev"), environment.prompt(TASK)) == (inner.tasks("dev"), inner.prompt(TASK))
+    assert environment.target(TASK) == inner.target(TASK)
 
 
-@pytest.mark.parametrize(
+@table(
     ("spec", "problem"),
     [
         ("mine.py", "write path/to/file.py:name"),
@@ -302,14 +290,10 @@ def test_a_function_is_found_in_its_file(tmp_path: Path, monkeypatch: pytest.Mon
         ("leaves.py:score", r"leaves\.py cannot be imported: it raised SystemExit: 0 at leaves.py:1; fix it"),
     ],
 )
-def test_a_function_that_is_none_is_named(
-    spec: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written(tmp_path, FUNCTIONS)
-    written(tmp_path, "x = 1 / 0", "broken.py")
-    written(tmp_path, "def score(:", "syntax.py")
-    written(tmp_path, "import sys; sys.exit(0)", "leaves.py")
-    monkeypatch.chdir(tmp_path)
+def test_a_function_that_is_none_is_named(spec: str, problem: str, in_tmp_path: None) -> None:
+    files = {"mine": FUNCTIONS, "broken": "x = 1 / 0", "syntax": "def score(:", "leaves": "import sys; sys.exit(0)"}
+    for name, text in files.items():
+        written(Path(), text, f"{name}.py")
     with pytest.raises(ConfigError, match=problem) as refused:
         load_reward(spec)
     assert "\n" not in str(refused.value)
@@ -385,8 +369,7 @@ def test_what_a_class_does_wrong_is_named() -> None:
         environment.tasks("train")
     with pytest.raises(DataError, match=r"holds 'no task' \(of type str\); return a list of fovea_gym\.types\.Task"):
         environment.tasks("dev")
-    score = r"^train/0: Failing\.score raised RuntimeError: no score at .*\.py:\d+; fix it"
-    with pytest.raises(ScoreError, match=score):
+    with pytest.raises(ScoreError, match=r"^train/0: Failing\.score raised RuntimeError: no score at .*\.py:\d+; fix"):
         score_in_run(make_environment(CONFIG, Failing()).grading, TASK, ANSWER)
 
 
@@ -406,11 +389,11 @@ class Growing(BanditEnvironment):
 
 def test_a_class_may_have_stages() -> None:
     made = make_environment(CONFIG, Growing())
-    curriculum = CurriculumProgress(made.stages)
-    assert score_in_run(made.grading.at(curriculum.stage), TASK, ANSWER).reward == 0
-    curriculum.begin_step(5)
-    assert score_in_run(made.grading.at(curriculum.stage), TASK, ANSWER).reward == 1
-    assert score_in_run(made.grading, TASK, ANSWER).reward == 1
+    curriculum, rewards = CurriculumProgress(made.stages), []
+    for step in (0, 5):
+        curriculum.begin_step(step)
+        rewards.append(score_in_run(made.grading.at(curriculum.stage), TASK, ANSWER).reward)
+    assert (rewards, score_in_run(made.grading, TASK, ANSWER).reward) == ([0, 1], 1)
 
 
 class Asks(BanditEnvironment):
@@ -431,8 +414,7 @@ class Asks(BanditEnvironment):
 
 
 def test_a_score_may_be_async_and_a_class_may_reply() -> None:
-    config = CONFIG.model_copy(update={"reward_timeout_seconds": 0.05})
-    made = make_environment(config, Asks())
+    made = make_environment(CONFIG.model_copy(update={"reward_timeout_seconds": 0.05}), Asks())
     assert score_in_run(made.grading, TASK, "one").reward == 1
     with pytest.raises(ScoreError, match=r"^train/0: Asks\.score raised KeyError: 'two' at .*\.py:\d+; fix it"):
         score_in_run(made.grading, TASK, "two")

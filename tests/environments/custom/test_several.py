@@ -62,7 +62,6 @@ def test_the_weighted_sum_is_that_of_trls_trainer(monkeypatch: pytest.MonkeyPatc
     from trl.trainer import grpo_trainer  # noqa: PLC0415 (it takes seconds)
 
     monkeypatch.setattr(grpo_trainer, "logger", logging.getLogger("trl"))  # its own one needs a trainer
-
     loop = SimpleNamespace(
         accelerator=SimpleNamespace(device="cpu", is_main_process=False),
         args=SimpleNamespace(report_to=[]),
@@ -114,11 +113,10 @@ def test_messages_are_messages_as_in_the_row() -> None:
         seen.append((prompts, completions))
         return [1.0]
 
-    checked_reward(look, "look")(replace(TASK, row={"prompt": CHAT}), "b", [])
-    checked_reward(look, "look")(TASK, "b", [])
-    checked_reward(look, "look")(replace(TASK, row={}), "b", [])
-    assert seen[0] == ([CHAT], [[{"role": "assistant", "content": "b"}]])
-    assert seen[1] == seen[2] == (["Which letter?"], ["b"])
+    for row in ({"prompt": CHAT}, TASK.row, {}):
+        checked_reward(look, "look")(replace(TASK, row=row), "b", [])
+    plain = (["Which letter?"], ["b"])
+    assert seen == [([CHAT], [[{"role": "assistant", "content": "b"}]]), plain, plain]
 
 
 def test_pictures_are_opened_for_a_function_that_names_them() -> None:
@@ -186,14 +184,9 @@ def test_a_list_is_written_in_a_recipe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mine\.py has no two; did you mean one\?|define it"):
         make_environment(load_config([], ["model.tiny={}", f"reward=[{tmp_path}/mine.py:two]"]))
 
-
-def test_a_function_has_not_the_name_of_the_penalty() -> None:
-    """Its metric would be that of algorithm.overlong."""
+    # its metric would be that of the penalty
     with pytest.raises(ConfigError, match=r"\breward/overlong\b.*\balgorithm\.overlong\b"):
         load_config([], ["model.tiny={}", "reward=[mine.py:one,mine.py:overlong]"])
-
-
-ROW = Task(id="first", question="what?", answer="a")
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), ValueError("no")])
@@ -205,5 +198,5 @@ def test_what_ends_a_loop_is_a_call_without_a_score(error: BaseException) -> Non
     grading = Grading(graders=(UserGrader(reward, CallThreads("mine.py:f")),), calls=LimitedCalls(limits))
     for _ in range(2):  # and the next call has a loop
         with pytest.raises(UnscoredError, match=rf"mine\.py:f raised {type(error).__name__}\b"):
-            score_in_run(grading, ROW, "an answer")
+            score_in_run(grading, TASK, "an answer")
     grading.close()

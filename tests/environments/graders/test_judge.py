@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import os
 import re
 import socket
@@ -15,12 +16,25 @@ from collections.abc import Callable, Iterator, Sequence
 from http.server import ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
+import torch
 from PIL import Image
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from fovea_gym.errors import ConfigError, FoveaError, ScoreError, UnscoredError
+from fovea.models.families.qwen_vl import IMAGE_PAD
+from fovea.models.tiny import CHAT_TEMPLATE, build_tokenizer
+from fovea_gym.errors import ConfigError, ScoreError, UnscoredError
 from fovea_gym.graders import grading
 from fovea_gym.graders import judge as judge_module
 from fovea_gym.graders.base import TryAgainError
@@ -32,7 +46,89 @@ from fovea_gym.utils.event_loop import gather_or_cancel, wait_for
 from gym_tests.chat_server import Endpoint, endpoints, says
 from gym_tests.grading import score_in_run
 from gym_tests.tables import table
-from tests.environments.judge_model import COLOURS, PROMPT, QUESTION, description, make_judge, picture
+
+SIDE_PX = 16
+PATCH_PX = 8
+COLOURS = {"red": (250, 10, 10), "blue": (10, 10, 250)}
+PROMPT = "Grade this: {answer}"
+QUESTION = "Describe the image."
+MAX_STEPS = 400
+
+
+def picture(colour: str) -> Image.Image:
+    return Image.new("RGB", (SIDE_PX, SIDE_PX), COLOURS[colour])
+
+
+def description(colour: str) -> str:
+    return f"a {colour} square"
+
+
+def make_judge(folder: Path) -> None:
+    """Train the model and save it as a folder that `transformers serve` loads."""
+    cases = list(itertools.product(COLOURS, COLOURS))
+    texts = [PROMPT.replace("{answer}", description(colour)) for colour in COLOURS]
+    tokenizer = build_tokenizer([*texts, "Score: 9", "Score: 1"] * 20, 400)
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": SIDE_PX}, crop_size=SIDE_PX),
+        tokenizer=tokenizer,
+        patch_size=PATCH_PX,
+        vision_feature_select_strategy="full",
+        image_token=IMAGE_PAD,
+        chat_template=CHAT_TEMPLATE,
+        num_additional_image_tokens=1,
+    )
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(_config(tokenizer))
+    _train(model, processor, cases)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def _config(tokenizer: PreTrainedTokenizerFast) -> LlavaConfig:
+    width = 64
+    shared = {"hidden_size": width, "intermediate_size": width, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return LlavaConfig(
+        vision_config=CLIPVisionConfig(image_size=SIDE_PX, patch_size=PATCH_PX, **shared),
+        text_config=LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=2048, **shared),
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_PAD),
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+    )
+
+
+def _train(model: LlavaForConditionalGeneration, processor: LlavaProcessor, cases: Sequence[tuple[str, str]]) -> None:
+    batch, labels = _batch(processor, cases)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0)
+    model.train()
+    for _ in range(MAX_STEPS):
+        loss = model(**batch, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if loss.item() < 0.01:
+            break
+    assert loss.item() < 0.05, f"the judge has not learned to look: loss {loss.item():.3f}"
+    model.eval()
+
+
+def _batch(processor: LlavaProcessor, cases: Sequence[tuple[str, str]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    prompts = []
+    for _, said in cases:
+        parts = [{"type": "image"}, {"type": "text", "text": PROMPT.replace("{answer}", description(said))}]
+        prompts.append(processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True))
+    replies = [f"Score: {9 if shown == said else 1}<|im_end|>" for shown, said in cases]
+    images = [picture(shown) for shown, _ in cases]
+    texts = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
+    batch = dict(processor(images=images, text=texts, padding=True, return_tensors="pt"))
+    labels = batch["input_ids"].clone()
+    for row, reply in enumerate(replies):
+        # the reply is all that is learned, up to the padding
+        end = int(batch["attention_mask"][row].sum())
+        labels[row, : end - len(processor.tokenizer(reply)["input_ids"])] = labels[row, end:] = -100
+    return batch, labels
+
 
 SERVER_START_SECONDS = 170
 TIMEOUT_SECONDS = 1.0
@@ -122,11 +218,9 @@ def test_a_later_try_may_succeed(serve: Callable[..., Endpoint]) -> None:
 
 
 @table(("status", "error"), [(401, ConfigError), (404, ConfigError), (400, ScoreError)])
-def test_what_no_other_try_can_fix_is_not_tried_again(
-    status: int, error: type[FoveaError], serve: Callable[..., Endpoint]
-) -> None:
+def test_what_no_other_try_can_fix_is_not_tried_again(status: int, error: Any, serve: Callable[..., Endpoint]) -> None:
     endpoint = serve((status, b"no"))
-    with pytest.raises(error, match=rf"{status}"):
+    with pytest.raises(error, match=str(status)):
         ask(client(endpoint.url, on_failure="drop"))
     assert len(endpoint.requests) == 1
 
@@ -171,9 +265,7 @@ def test_calls_run_side_by_side_up_to_the_limit(serve: Callable[..., Endpoint]) 
     assert (len(endpoint.requests), endpoint.most_running) == (12, 3)
 
 
-def test_a_limit_of_more_than_a_hundred_calls_is_kept(
-    serve: Callable[..., Endpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_of_more_than_a_hundred_calls_is_kept(serve: Callable[..., Endpoint], monkeypatch: Any) -> None:
     """Which is all that the client opens by itself: others would wait for a connection within their time."""
     monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 256)
     endpoint = serve(says("Score: 4"))

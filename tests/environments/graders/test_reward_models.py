@@ -41,6 +41,7 @@ from tests.rollout.sessions import ScoredEpisodes, limited, rolled_out
 from tests.tiny_models import renderer, save, tiny, user
 
 ROWS = [row("How many circles?", "3", "red"), row("What colour?", "blue", "blue")]
+Made = Callable[..., GradedEnvironment]
 
 
 @pytest.fixture
@@ -53,56 +54,66 @@ def judge(endpoint: Endpoint, **more: object) -> dict[str, object]:
     return {"judge": {"url": endpoint.url, "model": "m", **more}}
 
 
-def made(folder: Path, environment: dict[str, object] | str, **settings: object) -> GradedEnvironment:
-    if isinstance(environment, str):
-        environment = {"name": environment, **files(folder, ROWS)}
-    given = {"model": {"tiny": {}}, "run_dir": str(folder / "run"), "environment": environment, **settings}
-    return make_environment(Config.model_validate(given))
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Callable[..., GradedEnvironment]]:
+    """Makes environments on ROWS, whose connections end with the test."""
+    opened: list[GradedEnvironment] = []
+
+    def make(environment: dict[str, object] | str, **settings: object) -> GradedEnvironment:
+        if isinstance(environment, str):
+            environment = {"name": environment, **files(tmp_path, ROWS)}
+        given = {"model": {"tiny": {}}, "run_dir": str(tmp_path / "run"), "environment": environment, **settings}
+        opened.append(make_environment(Config.model_validate(given)))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.grading.close()
 
 
 def graded(environment: GradedEnvironment, text: str, index: int = 0) -> Any:
     return score_in_run(environment.grading, environment.environment.tasks("test")[index], text)
 
 
-def test_a_judge_is_a_part_of_any_reward(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
+def constant(folder: Path) -> str:
+    """A reward function that pays 7 for everything."""
+    (folder / "mine.py").write_text("def score(task, text, images): return 7.0")
+    return f"{folder / 'mine.py'}:score"
+
+
+def test_a_judge_is_a_part_of_any_reward(made: Made, serve: Callable[..., Endpoint]) -> None:
     endpoint = serve(says("Fair.\nScore: 5"))
-    vqa = made(tmp_path, "vqa", model_reward={"judge": 0.25}, **judge(endpoint))
+    vqa = made("vqa", model_reward={"judge": 0.25}, **judge(endpoint))
     score = graded(vqa, r"\boxed{3}")
     assert (score.reward, score.accuracy) == (0.75 * 1 + 0.25 * 0.5, 1.0)
     assert score.parts == {"answer": 1.0, "judge": 0.5}
     (request,) = endpoint.requests
     image, text = request["messages"][0]["content"]  # type: ignore[index]
     assert image["image_url"]["url"].startswith("data:image/png;base64,")
-    assert "<question>\nHow many circles?\n</question>" in text["text"]
-    assert "<truth>\n3\n</truth>" in text["text"]
-    assert "<answer>\n\\boxed{3}\n</answer>" in text["text"]
-    vqa.grading.close()
+    for tag, content in {"question": "How many circles?", "truth": "3", "answer": r"\boxed{3}"}.items():
+        assert f"<{tag}>\n{content}\n</{tag}>" in text["text"]
 
 
-def test_it_is_a_part_of_the_reward_of_every_part_of_a_mixture(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
+def test_it_is_a_part_of_the_reward_of_every_part_of_a_mixture(
+    made: Made, tmp_path: Path, serve: Callable[..., Endpoint]
+) -> None:
     (tmp_path / "mine.py").write_text("def score(task, text, images): return {'words': len(text.split())}")
     own = {"environment": {"name": "vqa", **files(tmp_path, ROWS)}, "reward": f"{tmp_path / 'mine.py'}:score"}
     scenes = {"environment": {"name": "shapes", "train_size": 4, "dev_size": 2, "test_size": 2}}
     reward = {"model_reward": {"judge": 0.5}, **judge(serve(says("Score: 10")))}
-    mixed = made(tmp_path, {"name": "mixture", "parts": {"own": own, "scenes": scenes}}, **reward)
-    parts = {
-        task.id.partition("/")[0]: graded(mixed, "one two three", index).parts
-        for index, task in enumerate(mixed.environment.tasks("test"))
-    }
-    assert parts["own"] == {"words": 3.0, "judge": 1.0}
-    assert parts["scenes"]["judge"] == 1.0
-    mixed.grading.close()
+    mixed = made({"name": "mixture", "parts": {"own": own, "scenes": scenes}}, **reward)
+    tasks = mixed.environment.tasks("test")
+    parts = {t.id.partition("/")[0]: graded(mixed, "one two three", place).parts for place, t in enumerate(tasks)}
+    assert (parts["own"], parts["scenes"]["judge"]) == ({"words": 3.0, "judge": 1.0}, 1.0)
 
 
 def test_rewards_of_sessions_are_replaced_by_a_function_and_shared_with_a_judge(
     tmp_path: Path, serve: Callable[..., Endpoint]
 ) -> None:
     """Both settings were ignored there."""
-    (tmp_path / "mine.py").write_text("def score(task, text, images): return 7.0")
-    function = {"reward": f"{tmp_path / 'mine.py'}:score"}
+    function = {"reward": constant(tmp_path)}
     shared = {"model_reward": {"judge": 0.25}, **judge(serve(says("Score: 10")))}
-    expected = [({}, 4.0), (function, 7.0), (shared, 3.25), (function | shared, 5.5)]
-    for settings, reward in expected:
+    for settings, reward in [({}, 4.0), (function, 7.0), (shared, 3.25), (function | shared, 5.5)]:
         own = limited(ScoredEpisodes(), {"run_dir": str(tmp_path / "run"), **settings})
         scores = [episode.score for episode in rolled_out(own, rows=2, n=2).episodes]
         assert [score.reward for score in scores] == [reward] * 4, settings
@@ -115,57 +126,49 @@ def test_rewards_of_sessions_are_replaced_by_a_function_and_shared_with_a_judge(
     [(r"\boxed{3}", False, 1.2), (r"\boxed{3}", True, 0.0), (r"\boxed{3}", None, 0.0), (r"\boxed{4}", False, 0.0)],
 )
 def test_a_right_answer_after_a_call_that_succeeded_has_a_bonus(
-    text: str, failed: bool | None, bonus: float, tmp_path: Path
+    text: str, failed: bool | None, bonus: float, made: Made, tmp_path: Path
 ) -> None:
     """`failed` is None without a call."""
     settings = {"name": "geo3k", **files(tmp_path, ROWS), "format_weight": 0.2, "tool_bonus": 1.2}
-    plain = made(tmp_path, {**settings, "tool_bonus": 0})
-    graded_ = made(tmp_path, settings)
-    task = graded_.environment.tasks("test")[0]
+    with_bonus, plain = made(settings), made({**settings, "tool_bonus": 0})
+    task = plain.environment.tasks("test")[0]
     result = () if failed is None else (Message(role="tool", tool="zoom", parts=("x",), failed=failed),)
     turns = [Turn(messages=(), text="call"), Turn(messages=result, text=text)]
-    (without,) = wait_for(plain.grading.scores(task, [turns]))
-    (score,) = wait_for(graded_.grading.scores(task, [turns]))
-    assert score.reward == without.reward + bonus
-    assert score.parts["tool_bonus"] == bonus
+    (score,), (without,) = (wait_for(each.grading.scores(task, [turns])) for each in (with_bonus, plain))
+    assert (score.reward, score.parts["tool_bonus"]) == (without.reward + bonus, bonus)
 
 
-def test_a_bonus_is_added_to_the_score_of_a_session() -> None:
-    settings = {"environment": {"name": "shapes", "tool_bonus": 0.5}}
-    own = limited(ScoredEpisodes(), settings)
+def test_a_bonus_is_added_to_the_score_of_a_session_and_a_reward_with_one_is_tried(made: Made, tmp_path: Path) -> None:
+    own = limited(ScoredEpisodes(), {"environment": {"name": "shapes", "tool_bonus": 0.5}})
     assert {episode.score.reward for episode in rolled_out(own, rows=2, n=1).episodes} == {4.0}
     assert rolled_out(own, rows=1, n=1).episodes[0].score.parts == {"tool_bonus": 0.0}
-
-
-def test_a_reward_with_a_bonus_has_its_trial_call(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def score(task, text, images): return text.colour")
-    scenes = {"name": "shapes", "tool_bonus": 0.5}
+    broken = made({"name": "shapes", "tool_bonus": 0.5}, reward=f"{tmp_path}/broken.py:score")
     with pytest.raises(ScoreError, match=r"broken\.py:score raised AttributeError"):
-        try_reward(made(tmp_path, scenes, reward=f"{tmp_path}/broken.py:score"), make_opener(Data(), tmp_path))
+        try_reward(broken, make_opener(Data(), tmp_path))
 
 
 class RuledSessions(ScoredEpisodes):
     graders = (VqaGrader(VqaEnvironment(train_files=("a",), test_files=("b",))),)
 
 
-def test_a_second_opinion_beside_sessions_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_second_opinion_beside_sessions_and_a_missing_key_are_refused_at_once(tmp_path: Path, made: Made) -> None:
     config = {"environment": {"name": "vqa", **files(tmp_path, ROWS)}, "second_opinion": "wrong", **JUDGE}
     with pytest.raises(ConfigError, match=r"^second_opinion\b"):
         limited(RuledSessions(), config)
+    with pytest.raises(ConfigError, match=r"judge\.api_key_env=NO_KEY, but there is no such"):
+        made("vqa", second_opinion="wrong", judge={**JUDGE["judge"], "api_key_env": "NO_KEY"})
 
 
-def test_a_function_of_a_part_and_of_a_whole_mixture_replaces_scores_of_sessions(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def score(task, text, images): return 7.0")
-    (tmp_path / "theirs.py").write_text(
-        "from tests.rollout.sessions import ScoredEpisodes\n\n\nclass Own(ScoredEpisodes): pass\n"
-    )
-    function = f"{tmp_path / 'mine.py'}:score"
+def test_a_function_of_a_part_and_of_a_whole_mixture_replaces_scores_of_sessions(made: Made, tmp_path: Path) -> None:
+    code = "from tests.rollout.sessions import ScoredEpisodes\n\n\nclass Own(ScoredEpisodes): pass\n"
+    (tmp_path / "theirs.py").write_text(code)
+    function = constant(tmp_path)
     own = {"environment": {"name": "own", "file": f"{tmp_path / 'theirs.py'}:Own"}}
 
     def rewards(first: object, **settings: object) -> list[float]:
-        parts = {"first": first, "second": own}
-        made_ = made(tmp_path, {"name": "mixture", "parts": parts}, **settings)
-        return [episode.score.reward for episode in rolled_out(made_, rows=4, n=1).episodes]
+        mixed = made({"name": "mixture", "parts": {"first": first, "second": own}}, **settings)
+        return [episode.score.reward for episode in rolled_out(mixed, rows=4, n=1).episodes]
 
     assert rewards(own) == [4.0] * 4
     assert rewards({**own, "reward": function}) == [7.0, 4.0] * 2
@@ -174,10 +177,10 @@ def test_a_function_of_a_part_and_of_a_whole_mixture_replaces_scores_of_sessions
 
 @pytest.mark.parametrize("name", ["vqa", "geo3k"])
 def test_a_second_opinion_is_asked_where_the_rule_says_wrong(
-    name: str, tmp_path: Path, serve: Callable[..., Endpoint]
+    name: str, made: Made, serve: Callable[..., Endpoint]
 ) -> None:
     endpoint = serve(says("The same number.\nScore: 9"), says("Another.\nScore: 3"))
-    both = made(tmp_path, name, second_opinion="wrong", **judge(endpoint))
+    both = made(name, second_opinion="wrong", **judge(endpoint))
     right = graded(both, r"\boxed{3}")
     assert (right.accuracy, right.parts["overruled"], endpoint.requests) == (1.0, 0.0, [])
     overruled = graded(both, r"\boxed{a triple of circles}")
@@ -186,22 +189,17 @@ def test_a_second_opinion_is_asked_where_the_rule_says_wrong(
     wrong = graded(both, r"\boxed{a pair of circles}")
     assert (wrong.accuracy, wrong.parts["overruled"]) == (0.0, 0.0)
     assert len(endpoint.requests) == 2
-    both.grading.close()
-
-
-def test_a_format_that_is_missing_stays_missing(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
-    geo3k = made(tmp_path, "geo3k", second_opinion="wrong", **judge(serve(says("Score: 10"))))
+    # a format that is missing stays missing
+    geo3k = made("geo3k", second_opinion="wrong", **judge(serve(says("Score: 10"))))
     score = graded(geo3k, "three circles")
     assert (score.reward, score.accuracy, score.parts["format"]) == (pytest.approx(0.9), 1.0, 0.0)
-    geo3k.grading.close()
 
 
-def test_all_answers_may_be_asked_about(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
-    vqa = made(tmp_path, "vqa", second_opinion="always", **judge(serve(says("Score: 2"))))
+def test_all_answers_may_be_asked_about(made: Made, serve: Callable[..., Endpoint]) -> None:
+    vqa = made("vqa", second_opinion="always", **judge(serve(says("Score: 2"))))
     score = graded(vqa, r"\boxed{3}")
     assert (score.reward, score.accuracy, score.parts["overruled"]) == (0.0, 0.0, 1.0)
     assert graded(vqa, r"\boxed{4}").parts["overruled"] == 0.0
-    vqa.grading.close()
 
 
 JUDGE = {"judge": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
@@ -221,34 +219,24 @@ SCENES: dict[str, object] = {"name": "shapes"}
         ("vqa", {"judge": {**JUDGE["judge"], "prompt": "?"}}, r"prompt has no \{answer\}"),
     ],
 )
-def test_settings_that_do_not_go_together(
-    environment: Any, settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_settings_that_do_not_go_together(environment: Any, settings: dict[str, Any], message: str, made: Made) -> None:
     with pytest.raises(ValidationError, match=message):
-        made(tmp_path, environment, **settings)
+        made(environment, **settings)
 
 
-def test_a_key_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"judge\.api_key_env=NO_KEY, but there is no such"):
-        made(tmp_path, "vqa", second_opinion="wrong", judge={**JUDGE["judge"], "api_key_env": "NO_KEY"})
-
-
-def test_a_judge_and_a_reward_model_share_a_reward(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
+def test_a_judge_and_a_reward_model_share_a_reward(made: Made, tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
     save_reward_model(tmp_path / "text")
     models = {"reward_model": {"path": str(tmp_path / "text")}, **judge(serve(says("Score: 5")))}
-    vqa = made(tmp_path, "vqa", model_reward={"judge": 0.25, "reward_model": 0.25}, **models)
-    score = graded(vqa, r"\boxed{3}")
+    score = graded(made("vqa", model_reward={"judge": 0.25, "reward_model": 0.25}, **models), r"\boxed{3}")
     assert score.reward == pytest.approx(0.5 + 0.25 * 0.5 + 0.25 * score.parts["reward_model"])
-    vqa.grading.close()
 
 
 def test_captions_have_their_prompt_and_connections_are_closed_at_the_end(
-    tmp_path: Path, serve: Callable[..., Endpoint]
+    made: Made, tmp_path: Path, serve: Callable[..., Endpoint]
 ) -> None:
     endpoint = serve(says("Score: 1"))
     caption = {"name": "caption", "metric_weights": {"judge": 1}, **files(tmp_path, ROWS)}
-    vqa = made(tmp_path, "vqa", model_reward={"judge": 1}, **judge(endpoint))
-    for each in (made(tmp_path, caption, **judge(endpoint)), vqa):
+    for each in (made(caption, **judge(endpoint)), made("vqa", model_reward={"judge": 1}, **judge(endpoint))):
         graded(each, "x")
         (client,) = each.grading.clients
         each.grading.close()
@@ -296,16 +284,16 @@ def test_marks_that_an_answer_spells_are_letters_to_a_reward_model(tmp_path: Pat
         assert scorer.score("Colour?", spelled, [red]) == scorer.score("Colour?", spelled.replace("<|", "< |"), [red])
 
 
-def test_the_folder_says_what_the_reward_model_reads(tmp_path: Path) -> None:
-    (tmp_path / "vision").mkdir()
-    save_reward_model(tmp_path / "text")
-    vision_reward_model(tmp_path / "vision")
-    assert isinstance(reward_scorer(RewardModel(path=str(tmp_path / "text"))), RewardScorer)
-    assert isinstance(reward_scorer(RewardModel(path=str(tmp_path / "vision"))), VisionRewardScorer)
-    vqa = made(tmp_path, "vqa", model_reward={"reward_model": 0.5}, reward_model={"path": str(tmp_path / "vision")})
+def test_the_folder_says_what_the_reward_model_reads(made: Made, tmp_path: Path) -> None:
+    text, vision = (str(tmp_path / name) for name in ("text", "vision"))
+    Path(vision).mkdir()
+    save_reward_model(Path(text))
+    vision_reward_model(Path(vision))
+    assert isinstance(reward_scorer(RewardModel(path=text)), RewardScorer)
+    assert isinstance(reward_scorer(RewardModel(path=vision)), VisionRewardScorer)
+    vqa = made("vqa", model_reward={"reward_model": 0.5}, reward_model={"path": vision})
     score = graded(vqa, r"\boxed{3}")
     assert score.reward == pytest.approx(0.5 + 0.5 * score.parts["reward_model"])
-    vqa.grading.close()
 
 
 @pytest.mark.parametrize("family", [None, "llama", "qwen3_vl"])

@@ -50,14 +50,10 @@ def lines(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") ->
 
 def vlm_r1(folder: Path) -> Path:
     """The files for evaluation: a JSON list with `problem` and `solution`."""
-    row = {
-        "image": picture(folder),
-        "problem": "the lady in blue",
-        "solution": [40, 20, 240, 120],
-        "dataset": "refcoco",
-    }
+    row = {"image": picture(folder), "problem": "the lady in blue", "dataset": "refcoco"}
     file = folder / "refcoco_val.json"
-    file.write_text(json.dumps([row, {**row, "solution": [0.5, 1.25, 30, 40]}]), encoding="utf-8")
+    rows = [{**row, "solution": box} for box in ([40, 20, 240, 120], [0.5, 1.25, 30, 40])]
+    file.write_text(json.dumps(rows), encoding="utf-8")
     return file
 
 
@@ -71,15 +67,9 @@ def vlm_r1_conversations(folder: Path) -> Path:
 
 
 def screenspot(folder: Path) -> Path:
-    row = {
-        "img_filename": picture(folder),
-        "bbox": [40, 20, 200, 100],
-        "instruction": "open the settings",
-        "data_type": "icon",
-        "data_source": "windows",
-    }
+    row = {"img_filename": picture(folder), "bbox": [40, 20, 200, 100], "instruction": "open the settings"}
     file = folder / "screenspot_desktop.json"
-    file.write_text(json.dumps([row]), encoding="utf-8")
+    file.write_text(json.dumps([{**row, "data_type": "icon", "data_source": "windows"}]), encoding="utf-8")
     return file
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from fovea_gym.rows.access import RowAccess
 from fovea_gym.settings.grounding import Coordinates
 from fovea_gym.types import ImageRef, Score, Task
 from gym_tests.grading import scored
+from gym_tests.tables import table
 from tests.environments.grounding.layouts import (
     grounding,
     gui_r1,
@@ -59,22 +61,18 @@ def test_a_published_layout_is_read_as_it_is(layout: Callable[[Path], Path], fam
         assert score(environment, task, "I do not see it").reward == 0
 
 
-def test_boxes_of_vlm_r1(tmp_path: Path) -> None:
+def test_boxes_of_vlm_r1_in_the_coordinates_of_each_family(tmp_path: Path) -> None:
     environment = grounding(vlm_r1(tmp_path))
     task = environment.tasks("test")[0]
     assert (task.question, task.answer) == ("the lady in blue", "[[40, 20, 240, 120]]")
     assert environment.target(task) == '{"bbox_2d": [100, 100, 600, 600]}'
     assert score(environment, task, environment.target(task)).marks[0].xy == pytest.approx((0.1, 0.1, 0.6, 0.6))
-
-
-def test_the_resized_picture_of_qwen2_5_vl_has_other_pixels(tmp_path: Path) -> None:
-    """A processor that halves the sides, from 400 x 200 to 192 x 96."""
+    # a processor of Qwen2.5-VL that halves the sides, from 400 x 200 to 192 x 96
     file = vlm_r1(tmp_path)
     environment = Grounding(settings_of(file), RowAccess(), pictures("qwen2_5_vl", max_pixels=19_000))
     task = environment.tasks("test")[0]
     assert environment.target(task) == '{"bbox_2d": [19, 10, 115, 58]}'
-    assert score(environment, task, "[19, 10, 115, 58]").accuracy == 1
-    assert score(environment, task, "[100, 100, 600, 600]").accuracy == 0
+    assert [score(environment, task, text).accuracy for text in ("[19, 10, 115, 58]", "[100, 100, 600, 600]")] == [1, 0]
 
 
 def test_screenspot_is_clicked(tmp_path: Path) -> None:
@@ -110,11 +108,8 @@ def test_several_boxes_in_the_forms_of_cells(tmp_path: Path) -> None:
         '```json\n[{"bbox_2d": [40, 20, 200, 100]}, {"bbox_2d": [0, 0, 20, 20]}]\n```',
         {"bbox": [[40, 20, 200, 100], [0, 0, 20, 20]]},
     ]
-    rows = [{"image": name, "problem": "dogs", "solution": json.dumps(cell)} for cell in cells[:1]]
-    rows += [
-        {"image": name, "problem": "dogs", "solution": cells[2]},
-        {"image": name, "problem": "x", "solution": "[]"},
-    ]
+    solutions = [json.dumps(cells[0]), cells[2], "[]"]
+    rows = [{"image": name, "problem": "dogs", "solution": solution} for solution in solutions]
     tasks = grounding(lines(tmp_path, rows), ask="boxes", box_form="xywh").tasks("test")
     assert [task.answer for task in tasks] == ["[[40, 20, 240, 120], [0, 0, 20, 20]]"] * 2 + ["[]"]
     for place, cell in enumerate(cells):
@@ -125,7 +120,7 @@ def test_several_boxes_in_the_forms_of_cells(tmp_path: Path) -> None:
         assert score(environment, task, environment.target(task)).accuracy == 1
 
 
-@pytest.mark.parametrize(
+@table(
     ("solution", "settings", "reason"),
     [
         ([1, 2, 3], {}, "answer_kind"),
@@ -141,9 +136,8 @@ def test_several_boxes_in_the_forms_of_cells(tmp_path: Path) -> None:
     ],
 )
 def test_bad_rows(solution: object, settings: dict[str, object], reason: str, tmp_path: Path) -> None:
-    environment = grounding(
-        lines(tmp_path, [{"image": picture(tmp_path), "problem": "x", "solution": solution}]), **settings
-    )
+    rows = [{"image": picture(tmp_path), "problem": "x", "solution": solution}]
+    environment = grounding(lines(tmp_path, rows), **settings)
     with pytest.raises(BadRowError) as raised:
         environment.prompt(environment.tasks("test")[0])
     assert raised.value.reason == reason
@@ -152,9 +146,7 @@ def test_bad_rows(solution: object, settings: dict[str, object], reason: str, tm
 @pytest.mark.parametrize("coordinates", ["model", "pixels", "thousandths", "unit", "original"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [(640, 480), (480, 640), (333, 500), (97, 64), (960, 540)])
-def test_a_box_returns_from_the_coordinates_of_a_model(
-    size: tuple[int, int], family: str, coordinates: Coordinates
-) -> None:
+def test_a_box_returns_from_the_coordinates_of_a_model(size: Any, family: str, coordinates: Coordinates) -> None:
     """Within half a pixel of the resized picture, whose sides are below 1000."""
     seen_by, ref = pictures(family), ImageRef(source=np.zeros((size[1], size[0], 3), np.uint8))
     frame, seen = frame_of(coordinates, ref, seen_by), seen_by.seen(ref)
@@ -168,7 +160,7 @@ def test_a_box_returns_from_the_coordinates_of_a_model(
         assert max(off) <= HALF, (box, back)
 
 
-def test_the_frame_is_that_of_the_family_and_of_the_setting() -> None:
+def test_the_frame_is_that_of_the_family_and_of_the_setting_and_sizes_are_those_shown(tmp_path: Path) -> None:
     ref = ImageRef(source=np.zeros((97, 131, 3), np.uint8))
     assert [frame_of("model", ref, pictures(family)) for family in FAMILIES] == [(128, 96), (1000, 1000)]
     seen_by = pictures()
@@ -176,9 +168,7 @@ def test_the_frame_is_that_of_the_family_and_of_the_setting() -> None:
     assert frames == [(128, 96), (1000, 1000), (1, 1), (131, 97)]
     assert in_frame((0.12345, 0.5, 0.12346, 0.75), (1, 1)) == (0.1235, 0.5, 0.1236, 0.75)
     assert in_frame((0.5, 0.5, 0.5001, 0.5001), (1000, 1000)) == (500, 500, 501, 501)
-
-
-def test_a_photo_that_is_shown_turned_has_the_size_that_is_shown(tmp_path: Path) -> None:
+    # a photo that is shown turned
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (40, 20)).save(tmp_path / "turned.jpg", exif=exif)
@@ -187,10 +177,9 @@ def test_a_photo_that_is_shown_turned_has_the_size_that_is_shown(tmp_path: Path)
 
 def test_the_truth_of_a_control_is_that_of_its_own_picture(tmp_path: Path) -> None:
     """Evaluation shows another row's picture, which may be smaller than the true box's place."""
-    sizes = {"wide.png": (400, 200), "small.png": (100, 50)}
     rows = [
-        {"image": picture(tmp_path, name, size), "problem": "x", "solution": [size[0] * 0.6, 0, size[0], size[1]]}
-        for name, size in sizes.items()
+        {"image": picture(tmp_path, name, (w, h)), "problem": "x", "solution": [w * 0.6, 0, w, h]}
+        for name, w, h in (("wide.png", 400, 200), ("small.png", 100, 50))
     ]
     environment = grounding(lines(tmp_path, rows))
     for task in with_shuffled_images(environment.tasks("test")):
@@ -240,19 +229,14 @@ def test_answers_in_a_file_are_graded(tmp_path: Path) -> None:
     summary = grade_file("grounding", lines(tmp_path, rows), written.append)
     scores = [json.loads(line)["score"] for line in written]
     assert scores == [pytest.approx(1), 1, pytest.approx(2 / 3), 1, None, None, None, None]
-    assert summary.graded == 4
-    assert set(summary.ungraded) == {"answer_kind", "answer_missing"}
+    assert (summary.graded, set(summary.ungraded)) == (4, {"answer_kind", "answer_missing"})
 
 
 def test_rows_in_memory_need_the_columns_of_their_layout(tmp_path: Path) -> None:
     """ScreenSpot's picture and truth are found by its layout, and a box under another name is asked for."""
     words = ["environment.name=grounding", "environment.layout=screenspot", "environment.train_files=[]"]
-    words += [
-        "environment.test_share=.5",
-        f"run_dir={tmp_path}/run",
-        "model.tiny={}",
-        f"data.cache_dir={tmp_path}/cache",
-    ]
+    words += ["environment.test_share=.5", "model.tiny={}"]
+    words += [f"run_dir={tmp_path}/run", f"data.cache_dir={tmp_path}/cache"]
     config = load_config([], words)
     row = {"img_filename": Image.new("RGB", (400, 200)), "bbox": [40, 20, 200, 100], "instruction": "x"}
     rows = [{**row, "data_type": "icon"} for _ in range(4)]

@@ -54,10 +54,8 @@ def test_many_episodes_at_once_earn_full_marks_for_clicks_on_the_centres(environ
         assert score.turns == pytest.approx((1 / len(pages),) * len(pages))
         seen = [task.images[0].source, *pictures]
         # edges are drawn softly, each in its way
-        assert (
-            max(np.abs(shot - picture(page, 48).astype(float)).mean() for shot, page in zip(seen, pages, strict=True))
-            < 4
-        )
+        apart = [np.abs(shot - picture(page, 48).astype(float)) for shot, page in zip(seen, pages, strict=True)]
+        assert max(each.mean() for each in apart) < 4
 
 
 def test_a_click_beside_it_ends_the_episode(environment: Any) -> None:

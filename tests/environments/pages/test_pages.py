@@ -24,15 +24,10 @@ def test_the_recipe_says_what_players_reach_that_see_less() -> None:
         pages = [pages_of(task)[-1] for task in tasks]
         return f"{np.mean([1 / sum(is_alike(other, page[0]) for other in page) for page in pages]):.2f}"[1:]
 
-    any_, kind, colour = (
-        share(is_alike)
-        for is_alike in (lambda *_: True, lambda a, b: a.kind == b.kind, lambda a, b: a.colour == b.colour)
-    )
+    any_, kind, colour = map(share, (lambda *_: True, lambda a, b: a.kind == b.kind, lambda a, b: a.colour == b.colour))
     header = " ".join((ROOT / "recipes" / "pages.yaml").read_text().replace("#", "").split())
-    expected = (
-        f"right in {any_} of them, one that tells their kinds in {kind}, one that tells their colours in {colour}."
-    )
-    assert expected in header
+    told = f"right in {any_} of them, one that tells their kinds in {kind}, one that tells their colours in {colour}."
+    assert told in header
 
 
 def test_a_browser_shows_the_same_page_and_clicks_the_same_controls(tmp_path: Path) -> None:

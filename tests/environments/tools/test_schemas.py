@@ -10,11 +10,7 @@ from typing import Any, Literal, Optional, Union
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.utils.chat_template_utils import (
-    DocstringParsingException,
-    TypeHintParsingException,
-    get_json_schema,
-)
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from fovea_gym.errors import ConfigError
 from fovea_gym.tools.function import function_tool
@@ -131,9 +127,8 @@ def taking(hint: object) -> Callable[..., None]:
 
 def same(function: Callable[..., Any]) -> None:
     spec, theirs = function_tool(function, "mine.py:tool").spec, get_json_schema(function)["function"]
-    assert spec.name == theirs["name"]
-    assert spec.description == theirs["description"]
-    assert spec.parameters == theirs["parameters"]
+    described = {"name": spec.name, "description": spec.description, "parameters": spec.parameters}
+    assert described == {key: theirs[key] for key in described}
 
 
 @table("function", [area, nothing, long_texts, choices, returns_first, Tools().method])

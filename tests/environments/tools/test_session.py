@@ -94,31 +94,26 @@ class Use:
             warn=self.warnings.append,
         )
 
+    def replies(self, text: str, *tools: Tool, environment: Environment | None = None) -> Sequence[Message] | None:
+        """The reply to one turn of this text."""
+        wrapped = WithTools(environment or Scene(), self.use, tools)
+        asked = tuple(wrapped.prompt(TASK))
 
-def replies(use: Use, text: str, *tools: Tool, environment: Environment | None = None) -> Sequence[Message] | None:
-    """The reply to one turn of this text."""
-    wrapped = WithTools(environment or Scene(), use.use, tools)
-    asked = tuple(wrapped.prompt(TASK))
-
-    async def run() -> Sequence[Message] | None:
-        session = await wrapped.open(TASK, 0)
-        try:
-            return await session.reply([Turn(messages=asked, text=text)])
-        finally:
+        async def run() -> Sequence[Message] | None:
+            session = await wrapped.open(TASK, 0)
+            reply = await session.reply([Turn(messages=asked, text=text)])
             await session.close()
+            return reply
 
-    return asyncio.run(run())
+        return asyncio.run(run())
 
 
 def results(use: Use, text: str, *tools: Tool, environment: Environment | None = None) -> list[Message]:
-    found = replies(use, text, *tools, environment=environment)
-    assert found is not None
-    return list(found)
+    return list(use.replies(text, *tools, environment=environment) or ())
 
 
 def picture_of(message: Message) -> Image.Image:
     (part,) = message.parts
-    assert isinstance(part, ImageRef)
     return from_array(part)
 
 
@@ -134,7 +129,7 @@ def test_calls_of_a_turn_are_answered_in_order_and_other_turns_by_the_environmen
     assert {each.role for each in found} == {"tool"}
     assert picture_of(zoomed).getpixel((40, 20)) == (255, 0, 0)
     assert (*computed.parts, *failed.parts) == ("42", "Error: box has 3 entries; give 4")
-    assert replies(use, "It is red.") is None
+    assert use.replies("It is red.") is None
     assert results(use, "It is blue.")[0].parts == ("Try again.",)
     assert use.warnings == []
 
@@ -179,10 +174,11 @@ def test_a_call_that_fails_is_one_line_for_the_model(text: str, says: str) -> No
     assert "Traceback" not in part
 
 
-def test_only_so_many_calls_of_a_turn_are_made() -> None:
+def test_calls_of_a_turn_and_texts_have_limits() -> None:
     found = results(Use(JsonCalls()), call("calculator", expression="1") * 20, Calculator())
-    assert len(found) == 9
-    assert found[-1].parts == ("Error: at most 8 calls are made in a turn",)
+    assert (len(found), found[-1].parts) == (9, ("Error: at most 8 calls are made in a turn",))
+    (message,) = results(Use(JsonCalls()), call("picture"), made("ab" * 5_000))
+    assert message.parts == ("ab" * 4_000 + "... (2000 more characters)",)
 
 
 @table(
@@ -215,11 +211,6 @@ def test_a_path_inside_the_folder_of_images_is_opened(tmp_path: Path) -> None:
     for place, fails in {"a.png": False, "../a.png": True}.items():
         (message,) = results(use, call("picture"), made(ImageRef(source=str(tmp_path / place))))
         assert message.failed == fails
-
-
-def test_a_long_text_is_cut_with_a_note() -> None:
-    (message,) = results(Use(JsonCalls()), call("picture"), made("ab" * 5_000))
-    assert message.parts == ("ab" * 4_000 + "... (2000 more characters)",)
 
 
 def test_prints_of_a_tool_stay_out_of_the_console_and_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,11 @@ def png(number: int) -> bytes:
     return png_bytes(Image.new("RGB", (48, 48), (40 * number % 256, 90, 200 - 30 * number % 200)))
 
 
+def cell(number: int) -> Row:
+    """A picture as a cell of the hub's Parquet files."""
+    return {"bytes": png(number), "path": None}
+
+
 def _mathvista() -> list[Row]:
     kinds: list[tuple[str, str, list[str] | None, float | None, str | None, str]] = [
         ("multi_choice", "text", ["red", "green", "blue"], None, None, "green"),
@@ -27,20 +32,13 @@ def _mathvista() -> list[Row]:
         ("free_form", "float", None, 2.0, "cm", "0.35"),
         ("free_form", "list", None, None, None, "[2007, 2008]"),
     ]
+    metadata = {"split": "testmini", "task": "figure question answering", "skills": ["arithmetic reasoning"]}
     return [
         {
-            "pid": str(place),
-            "question": f"What is in drawing {place}?",
-            "image": f"images/{place}.jpg",
-            "decoded_image": {"bytes": png(place), "path": None},
-            "choices": choices,
-            "unit": unit,
-            "precision": precision,
-            "answer": answer,
-            "question_type": question_type,
-            "answer_type": answer_type,
-            "metadata": {"split": "testmini", "task": "figure question answering", "skills": ["arithmetic reasoning"]},
-            "query": "not read",
+            **{"pid": str(place), "question": f"What is in drawing {place}?", "image": f"images/{place}.jpg"},
+            **{"decoded_image": cell(place), "choices": choices, "unit": unit, "precision": precision},
+            **{"answer": answer, "question_type": question_type, "answer_type": answer_type},
+            **{"metadata": metadata, "query": "not read"},
         }
         for place, (question_type, answer_type, choices, precision, unit, answer) in enumerate(kinds)
     ]
@@ -48,18 +46,13 @@ def _mathvista() -> list[Row]:
 
 def _mathverse() -> list[Row]:
     kinds = [("multi-choice", "Text Dominant", "C"), ("free-form", "Vision Only", "55")]
+    metadata = {"split": "testmini", "source": "made", "subject": "Plane Geometry", "subfield": "Angle"}
     return [
         {
-            "sample_index": str(place),
-            "problem_index": "1",
-            "problem_version": version,
-            "question": "As shown, find x.",
-            "image": {"bytes": png(place), "path": None},
-            "answer": answer,
-            "question_type": question_type,
-            "metadata": {"split": "testmini", "source": "made", "subject": "Plane Geometry", "subfield": "Angle"},
+            **{"sample_index": str(place), "problem_index": "1", "problem_version": version},
+            **{"question": "As shown, find x.", "image": cell(place), "answer": answer},
+            **{"question_type": question_type, "metadata": metadata, "query_cot": "not read"},
             "query_wo": f"Please directly answer the question.\nQuestion: As shown, find x in version {place}.\n",
-            "query_cot": "not read",
             "question_for_eval": "As shown, find x.",
         }
         for place, (question_type, version, answer) in enumerate(kinds)
@@ -70,13 +63,8 @@ def _mathvision() -> list[Row]:
     kinds: list[tuple[list[str], str]] = [([], "61"), (["A", "B", "C"], "B"), (["1", r"\frac{1}{2}", "2"], "B")]
     return [
         {
-            "id": str(place + 4),
-            "question": f"How many daisies are on card {place}?\n<image1>",
-            "options": options,
-            "answer": answer,
-            "solution": None,
-            "level": 2,
-            "subject": "counting",
+            **{"id": str(place + 4), "question": f"How many daisies are on card {place}?\n<image1>"},
+            **{"options": options, "answer": answer, "solution": None, "level": 2, "subject": "counting"},
             "image": f"images/{place + 4}.jpg",
         }
         for place, (options, answer) in enumerate(kinds)
@@ -93,12 +81,9 @@ def _mmmu() -> list[Row]:
     return [
         {
             "id": f"validation_{('Art', 'Basic_Medical_Science')[place // 2]}_{place}",
-            "question": question,
-            "options": options,
-            "explanation": "",
-            **{f"image_{n}": {"bytes": png(n), "path": None} if n <= images else None for n in range(1, 8)},
-            "answer": answer,
-            "question_type": question_type,
+            **{"question": question, "options": options, "explanation": ""},
+            **{f"image_{n}": cell(n) if n <= images else None for n in range(1, 8)},
+            **{"answer": answer, "question_type": question_type},
         }
         for place, (question, options, answer, question_type, images) in enumerate(kinds)
     ]
@@ -108,16 +93,9 @@ def _hallusionbench() -> list[Row]:
     kinds = [("VS", "0", "0", None), ("VS", "1", "1", "./VS/chart/0_1.png"), ("VD", "0", "1", "./VD/chart/0_0.png")]
     return [
         {
-            "category": category,
-            "subcategory": "chart",
-            "visual_input": "0" if filename is None else "1",
-            "set_id": "0",
-            "figure_id": figure,
-            "sample_note": "made",
-            "question_id": "0",
-            "question": "Is the left line the longer one?",
-            "gt_answer_details": "made",
-            "gt_answer": truth,
+            **{"category": category, "subcategory": "chart", "visual_input": "0" if filename is None else "1"},
+            **{"set_id": "0", "figure_id": figure, "sample_note": "made", "question_id": "0"},
+            **{"question": "Is the left line the longer one?", "gt_answer_details": "made", "gt_answer": truth},
             "filename": filename,
         }
         for category, figure, truth, filename in kinds
@@ -148,12 +126,8 @@ def _refcoco() -> list[Row]:
     kinds = [(["the red one", "largest"], [4.0, 6.5, 20.0, 30.0]), (["man on the left"], [0.0, 0.0, 48.0, 24.0])]
     return [
         {
-            "question_id": str(place),
-            "image": {"bytes": png(place), "path": None},
-            "question": "not read",
-            "answer": expressions,
-            "bbox": box,
-            "file_name": f"COCO_train2014_{place}.jpg",
+            **{"question_id": str(place), "image": cell(place), "question": "not read", "answer": expressions},
+            **{"bbox": box, "file_name": f"COCO_train2014_{place}.jpg"},
         }
         for place, (expressions, box) in enumerate(kinds)
     ]
@@ -167,12 +141,8 @@ def _screenspot() -> list[Row]:
     ]
     return [
         {
-            "file_name": f"{place}.png",
-            "image": {"bytes": png(place), "path": None},
-            "bbox": box,
-            "instruction": instruction,
-            "data_type": kind,
-            "data_source": source,
+            **{"file_name": f"{place}.png", "image": cell(place), "bbox": box, "instruction": instruction},
+            **{"data_type": kind, "data_source": source},
         }
         for place, (instruction, box, kind, source) in enumerate(kinds)
     ]

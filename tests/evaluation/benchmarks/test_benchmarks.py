@@ -26,7 +26,8 @@ from fovea_gym.rows.access import RowAccess
 from fovea_gym.types import ImageRef, Message
 from gym_tests.chat_server import Endpoint, says
 from gym_tests.grading import within_a_second
-from tests.evaluation.benchmarks.made import ROWS, Row, parquet, png, write
+from gym_tests.tables import table
+from tests.evaluation.benchmarks.made import ROWS, Row, cell, parquet, write
 from tests.report.pages import Page
 from tests.runs import QUICK, train_here
 from tests.tiny_models import processor_of, tiny
@@ -51,9 +52,7 @@ def ours(case: Row) -> Any:
             return mathvista.verdict(row, case["gpt"] if found is None else found)
         case "mathverse":
             return mathverse.quick_match(row, response)
-        case "mathvision":
-            return BENCHMARKS["mathvision"].is_right(row, response)
-        case "vstar" | "refcoco" | "screenspot" as name:
+        case "mathvision" | "vstar" | "refcoco" | "screenspot" as name:
             return BENCHMARKS[name].is_right(row, response)
         case "mmmu" if row["question_type"] == "open":
             return mmmu.is_right_open(mmmu.truths(row), response)
@@ -157,24 +156,26 @@ def test_parquet_of_the_hub_and_files_of_the_authors_are_the_same_rows(tmp_path:
     rows = {name: ROWS[name]() for name in ("mathvision", "hallusionbench")}
     for name, column in (("mathvision", "decoded_image"), ("hallusionbench", "image")):
         for place, row in enumerate(rows[name]):
-            row[column] = {"bytes": png(place), "path": None}
+            row[column] = cell(place)
     parquet(tmp_path / "v/data/test-00000-of-00001.parquet", rows["mathvision"])
     parquet(tmp_path / "h/data/image-00000-of-00001.parquet", rows["hallusionbench"][1:])
     for name, folder, first in (("mathvision", "v", 0), ("hallusionbench", "h", 1)):
-        hub = open_benchmark(BENCHMARKS[name], str(tmp_path / folder), RowAccess()).tasks("test")
-        authors = open_benchmark(BENCHMARKS[name], str(write(tmp_path / name, name)), RowAccess()).tasks("test")
-        assert [(task.question, task.answer, task.kind, len(task.images)) for task in hub] == [
-            (task.question, task.answer, task.kind, len(task.images)) for task in authors[first:]
-        ]
+        paths = (tmp_path / folder, write(tmp_path / name, name))
+        hub, authors = (open_benchmark(BENCHMARKS[name], str(path), RowAccess()).tasks("test") for path in paths)
+        of_hub, of_authors = (
+            [(task.question, task.answer, task.kind, len(task.images)) for task in tasks]
+            for tasks in (hub, authors[first:])
+        )
+        assert of_hub == of_authors
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "message"),
     [
         (["bench=mathvist"], "bench=mathvist: no such benchmark; did you mean mathvista?"),
         (
             ["bench=xyz"],
-            "bench=xyz: no such benchmark; the benchmarks are mathvista, mathverse, mathvision, mmmu, hallusion",
+            "bench=xyz: no such benchmark; the benchmarks are mathvista, mathverse, mathvision, mmmu, hall",
         ),
         (["bench="], "bench= names no benchmark; the benchmarks are mathvista"),
         (["bench.mmmu=data/mmmu"], "bench.mmmu gives the path of mmmu, but bench does not name it; add bench=mmmu"),
@@ -186,7 +187,7 @@ def test_parquet_of_the_hub_and_files_of_the_authors_are_the_same_rows(tmp_path:
         (["bench=mmmu", "bench.mmmu=data/mathverse/testmini.parquet"], "no column id, options, image_1 (its columns"),
         (
             ["bench=mathvision", "bench.mathvision=bad.jsonl"],
-            "bad.jsonl line 1: not a row of mathvision (KeyError: 'B'); download MathLLMs/MathVision again",
+            "bad.jsonl line 1: not a row of mathvision (KeyError: 'B')",
         ),
         (["bench=mmmu", "bench=mathvista"], "given twice; write one list: bench=mathvista,mmmu"),
         (["benchmark=mmmu"], "benchmark: no such setting; benchmarks are named by bench="),
@@ -195,14 +196,11 @@ def test_parquet_of_the_hub_and_files_of_the_authors_are_the_same_rows(tmp_path:
         (["bench=mmmu", "bench.mmmu=deep.jsonl"], "not a row of mmmu (ValueError: a list that is nested too deeply)"),
         (["bench=mmmu", "bench.mmmu=long.jsonl"], "not a row of mmmu (ValueError: a list of 200001 characters)"),
         (["bench=mmmu", "--split", "dev"], "--split dev: benchmarks have only test rows; leave --split out"),
-        (
-            ["bench=mmmu", "majority"],
-            "mmmu has no train rows whose answers to count; compare with gold or constant:TEXT",
-        ),
+        (["bench=mmmu", "majority"], "mmmu has no train rows whose answers to count; compare with gold or constant"),
     ],
 )
 def test_mistakes_are_one_line_with_the_fix(folders: Path, words: list[str], message: str) -> None:
-    (folders / "empty").mkdir()
+    (folders / "empty").mkdir(exist_ok=True)
     bad = ROWS["mathvision"]()[1] | {"options": ["only A"]}
     (folders / "bad.jsonl").write_text(json.dumps(bad) + "\n", encoding="utf-8")
     for name, options in (("deep", "-" * 9_000 + "1"), ("long", "-" * 200_000 + "1")):
@@ -237,7 +235,7 @@ def test_a_run_that_stopped_after_its_answers_writes_whole_ones_here(folders: Pa
     assert evaluated("run", "bench=mathvista", "--quiet").exit_code == 0
 
 
-@pytest.mark.parametrize(
+@table(
     ("response", "answer"),
     [("It is 4.", "It is 4"), ("So the answer is **B**.", "B"), (r"\boxed{1} no, \boxed{2}", "2"), ("$5$", "5")],
 )
@@ -245,7 +243,7 @@ def test_the_answer_that_a_response_ends_with(response: str, answer: str) -> Non
     assert final_answer(response) == answer
 
 
-@pytest.mark.parametrize(
+@table(
     ("cells", "message"),
     [
         ({"image": {"bytes": b"no picture", "path": None}}, "not a row of refcoco"),
