@@ -18,8 +18,9 @@ from fovea.config import backends
 from fovea.config.describe import settings
 from fovea.config.run import Config
 from fovea_gym.settings.base import Section, sections_of
+from tests.runs import ROOT
 from tests.test_extending import BLOCKS
-from tests.test_imports import FLOORS, PACKAGES, ROOT, to_higher_rooms, to_later_packages
+from tests.test_imports import FLOORS, PACKAGES, to_higher_rooms, to_later_packages
 from tests.test_tests import FILES
 
 GOALS = {"fovea": (46_000, 290), "fovea_gym": (17_500, None), "fovea_tools": (7_000, None)}
