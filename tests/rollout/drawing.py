@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
+from fovea.rollout.base import Engine
 from fovea.rollout.embedded import decode_step
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.memory import PoolMemory
@@ -70,15 +71,20 @@ def generate(
 ) -> list[Sequence[Completion]]:
     """All requests at once."""
     counts = [n] * len(prompts) if isinstance(n, int) else n
+    requests = [
+        Request(id=str(i), prompt=p, sampling=s, n=k, for_update=for_update)
+        for i, (p, s, k) in enumerate(zip(prompts, samplings, counts, strict=True))
+    ]
+    return together(engine, requests)
 
-    async def all_of_them() -> list[Sequence[Completion]]:
-        requests = (
-            Request(id=str(i), prompt=p, sampling=s, n=k, for_update=for_update)
-            for i, (p, s, k) in enumerate(zip(prompts, samplings, counts, strict=True))
-        )
+
+def together(engine: Engine, requests: Iterable[Request]) -> list[Sequence[Completion]]:
+    """Completions of all requests, made at once."""
+
+    async def asked() -> list[Sequence[Completion]]:
         return await asyncio.gather(*map(engine.generate, requests))
 
-    return wait_for(all_of_them())
+    return wait_for(asked())
 
 
 def noted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -119,6 +125,17 @@ def keep_turns_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PoolMemory, "size", sized)
 
 
+def noted_init(kind: type, made: list[type]) -> Callable[..., None]:
+    """The constructor of a class, which notes each object in `made`."""
+    init: Callable[..., None] = kind.__init__
+
+    def noted(*arguments: object, **settings: object) -> None:
+        made.append(kind)
+        init(*arguments, **settings)
+
+    return noted
+
+
 def seeded(count: int, **settings: object) -> list[Sampling]:
     return [Sampling(seed=seed, **settings) for seed in range(count)]  # type: ignore[arg-type]
 
@@ -139,10 +156,11 @@ def mixed_requests(parts: TinyParts, count: int = 9) -> tuple[list[Prompt], list
     return (mixed_prompts(parts) * 3)[:count], samplings[:count]
 
 
-def same(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
+def same(first: Sequence[Completion], second: Sequence[Completion], atol: float = LOGPROB_TOLERANCE) -> bool:
+    """True if two groups are the same, up to rounding of log-probs."""
     return all(
         a.token_ids_T.tolist() == b.token_ids_T.tolist()
         and (a.text, a.finish) == (b.text, b.finish)
-        and np.allclose(a.logprobs_T, b.logprobs_T, atol=LOGPROB_TOLERANCE)
+        and np.allclose(a.logprobs_T, b.logprobs_T, atol=atol)
         for a, b in zip(first, second, strict=True)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,12 @@ from fovea_gym.utils.event_loop import wait_for
 from gym_tests.images import from_array
 from tests.records import text_prompt
 from tests.reference import reference_logprobs
+from tests.rollout.drawing import same, together
 from tests.tiny_models import image, renderer, user
 
 TOLERANCE = 2e-5
 """Of log-probs in float32: two orders of summation."""
+equal = partial(same, atol=TOLERANCE)
 LIMIT_TOKENS = 1000
 """Longest prompt with its completion that an engine is made for here."""
 
@@ -43,12 +46,7 @@ class Served:
     sync: Callable[[int], None]
 
     def generate(self, *requests: Request) -> list[Sequence[Completion]]:
-        """Completions of all requests, made at once."""
-
-        async def together() -> list[Sequence[Completion]]:
-            return await asyncio.gather(*map(self.engine.generate, requests))
-
-        return wait_for(together())
+        return together(self.engine, requests)
 
     def largest_difference(self, request: Request, completions: Sequence[Completion]) -> float:
         """Largest difference between the engine's log-probs and those of transformers."""
@@ -90,19 +88,11 @@ def check_samples_of_two_syncs(served: Served) -> None:
 
 
 def check_draws(served: Served, version: int) -> None:
-    """That completions of unequal prompts, sampled at once, have the log-probs of the model's weights."""
+    """That completions of unequal prompts, sampled at once, have the log-probs of the weights of this sync."""
     requests = [ask(f"{version}/{index}", prompt, n=2) for index, prompt in enumerate(prompts_of(served.parts))]
     for request, completions in zip(requests, served.generate(*requests), strict=True):
+        assert {completion.version for completion in completions} == {version}
         assert served.largest_difference(request, completions) < TOLERANCE
-
-
-def equal(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
-    """True if two groups are the same, up to rounding."""
-    return all(
-        (a.token_ids_T.tolist(), a.text, a.finish) == (b.token_ids_T.tolist(), b.text, b.finish)
-        and np.allclose(a.logprobs_T, b.logprobs_T, atol=TOLERANCE)
-        for a, b in zip(first, second, strict=True)
-    )
 
 
 class EngineSuite:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -24,7 +22,7 @@ from fovea.types import Completion, Prompt
 from fovea.weights.sync import SharedWeights
 from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_batch, make_policy
-from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, seeded
+from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, noted_init, seeded
 from tests.tiny_models import CPU, mixed_prompts, tiny
 
 SMALL_RATIO = 5e-4
@@ -123,17 +121,6 @@ def test_bfloat16_decode_copies_leave_adapters_beside_the_weights() -> None:
         (plain,), (copied,) = PlainLinears([factors], None)(x), OneDnnLinears([factors], None)(x)
         merged = torch.nn.functional.linear(x, merged_weight(factors), factors.bias)
     assert (copied - plain).abs().mean() < 0.1 * (merged - plain).abs().mean()
-
-
-def noted_init(kind: type, made: list[type]) -> Callable[..., None]:
-    """The constructor of a class, which notes each object in `made`."""
-    init: Callable[..., None] = kind.__init__
-
-    def noted(*arguments: object, **settings: object) -> None:
-        made.append(kind)
-        init(*arguments, **settings)
-
-    return noted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

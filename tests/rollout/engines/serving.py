@@ -17,7 +17,7 @@ from fovea.weights.sync import WeightSender
 from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import LIMIT_TOKENS, Served
 from tests.rollout.engines.under_test import under_test
-from tests.rollout.ten_turns import TURNS
+from tests.rollout.two_turns import TURNS
 from tests.tiny_models import tiny
 
 

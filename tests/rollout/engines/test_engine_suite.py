@@ -12,8 +12,7 @@ import torch
 
 from tests.rollout.engine_suite import TOLERANCE, Served, ServingSuite
 from tests.rollout.engines.serving import served_by, serving, tiny_for
-from tests.rollout.ten_turns import drawn_and_checked
-from tests.rollout.two_turns import whole_logprobs
+from tests.rollout.two_turns import batch_of, drawn_and_checked, whole_logprobs
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
@@ -29,7 +28,7 @@ def served(request: pytest.FixtureRequest, shared: Any, tmp_path_factory: pytest
 
 class TestEngine(ServingSuite):
     def test_ten_turns_with_an_image_each(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-        batch = drawn_and_checked(served.parts, served.engine, monkeypatch)
+        batch = batch_of(drawn_and_checked(served.parts, served.engine, monkeypatch))
         with torch.no_grad():
             expected = whole_logprobs(served.parts, batch)
         for sample, reference in zip(batch.samples, expected, strict=True):

@@ -30,6 +30,10 @@ class EngineUnderTest:
     """`make_engine` of `fovea.rollout.<name>.arguments`."""
     section: Callable[..., Any]
     """Settings of `rollout.engine`."""
+    arguments: Callable[[dict[str, Any]], dict[str, Any]]
+    """The engine's own arguments, made of these `rollout.engine.engine_args`."""
+    refused: Mapping[str, str]
+    """Further arguments, each with the message by which it is refused."""
     small: Mapping[str, object] = field(default_factory=dict)
     """Settings that keep the engine small."""
     models: Mapping[str, Mapping[str, object]] = field(default_factory=dict)

