@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fovea.config.run import Config
 from fovea.data.prompt_source import PromptedTask
@@ -63,7 +64,7 @@ class Scores:
     """A session that scores its episode."""
 
     def reply(self, turns: Sequence[Turn]) -> list[Message]:
-        return [Message(role="user", parts=("go on",))]
+        return MORE
 
     def score(self, turns: Sequence[Turn]) -> Score:
         return Score(reward=4.0, accuracy=1.0, turns=(1.0, 3.0))
@@ -96,7 +97,7 @@ def limited(user: object, settings: Mapping[str, object] | None = None, **sessio
 
 async def sampled(
     made: GradedEnvironment,
-    engine: Echo,
+    engine: Any,
     rows: int = 4,
     n: int = 2,
     *,
@@ -109,7 +110,7 @@ async def sampled(
     tasks = made.environment.tasks("train")[:rows]
     prompted = [PromptedTask(task=task, prompt=render.prompt(made.environment.prompt(task))) for task in tasks]
     return await collect(
-        engine,  # type: ignore[arg-type]
+        engine,
         Interaction(environment=made.environment, grading=made.grading, renderer=render, max_tokens=max_tokens),
         prompted,
         sampling=Sampling(max_new_tokens=1),

@@ -6,7 +6,8 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,37 +33,36 @@ class SlowReplies(Rows):
         self.most_waiting = self.waiting = 0
         self.lock = threading.Lock()
 
-    def count(self, change: int) -> None:
+    @contextmanager
+    def counted(self) -> Iterator[None]:
         with self.lock:
-            self.waiting += change
+            self.waiting += 1
             self.most_waiting = max(self.most_waiting, self.waiting)
+        yield
+        with self.lock:
+            self.waiting -= 1
 
 
 class SlowAsync(SlowReplies):
     async def reply(self, task: Task, turns: Sequence[Turn]) -> list[Message]:
-        self.count(1)
-        await asyncio.sleep(WAIT_SECONDS)
-        self.count(-1)
+        with self.counted():
+            await asyncio.sleep(WAIT_SECONDS)
         return MORE
 
 
 class SlowInThreads(SlowReplies):
     def reply(self, task: Task, turns: Sequence[Turn]) -> list[Message]:
-        self.count(1)
-        time.sleep(WAIT_SECONDS)
-        self.count(-1)
+        with self.counted():
+            time.sleep(WAIT_SECONDS)
         return MORE
 
 
 @pytest.mark.parametrize("kind", [SlowAsync, SlowInThreads])
 def test_replies_of_512_episodes_wait_side_by_side(kind: type[SlowReplies]) -> None:
-    user = kind()
-    made = limited(user)
-    begun = time.perf_counter()
-    rollout = rolled_out(made, rows=64, n=8)
+    user, begun = kind(), time.perf_counter()
+    rollout = rolled_out(limited(user), rows=64, n=8)
     seconds = time.perf_counter() - begun
-    assert len(rollout.episodes) == NUM_EPISODES
-    assert {len(episode.turns) for episode in rollout.episodes} == {2}
+    assert [len(episode.turns) for episode in rollout.episodes] == [2] * NUM_EPISODES
     # one after the other they would take 512 s; a busy machine starts 512 threads slowly
     assert seconds < 20 * WAIT_SECONDS
     assert user.most_waiting > NUM_EPISODES / 20
@@ -138,33 +138,40 @@ def test_no_more_sessions_are_open_at_once_than_the_settings_say() -> None:
     for engine in (Echo(), Echo(repeats_in_rounds=True)):
         games = Games()
         rollout = rolled_out(limited(games, max_concurrent=3), rows=5, n=2, engine=engine)
-        assert len(rollout.episodes) == 10
-        assert games.most_open == 3
-        assert games.open_now == 0
+        assert (len(rollout.episodes), games.most_open, games.open_now) == (10, 3, 0)
 
 
-async def _hangs_for_some(task: Task, seed: int, turns: Sequence[Turn]) -> Sequence[Message]:
-    if task.id == "train/1" and len(turns) == 2:
-        await asyncio.sleep(600)
-    return MORE
+async def hangs(turns: Sequence[Turn]) -> Any:
+    await asyncio.sleep(600)
 
 
-async def _raises_for_some(task: Task, seed: int, turns: Sequence[Turn]) -> Sequence[Message]:
-    if task.id == "train/1" and len(turns) == 2:
-        raise KeyError("no such page")
-    return MORE
+async def raises(turns: Sequence[Turn]) -> Any:
+    raise KeyError("no such page")
 
 
-async def _returns_a_number(task: Task, seed: int, turns: Sequence[Turn]) -> Any:
-    return 7 if task.id == "train/1" else MORE
+async def returns_a_number(turns: Sequence[Turn]) -> Any:
+    return 7
+
+
+def second_reply(reply: Callable[[Sequence[Turn]], Any]) -> Callable[..., Any]:
+    """Replies whose second one in a task is this one."""
+
+    async def on_reply(task: Task, seed: int, turns: Sequence[Turn]) -> Any:
+        return await reply(turns) if task.id == "train/1" and len(turns) == 2 else MORE
+
+    return on_reply
 
 
 @pytest.mark.parametrize(
     ("on_reply", "reason", "told"),
     [
-        (_hangs_for_some, "deadline", r"train/1: Games.reply took more than environment.session.deadline_seconds=0.3"),
-        (_raises_for_some, "reply", r"train/1: Games.reply raised KeyError: 'no such page' at .*test_sessions.py:\d+"),
-        (_returns_a_number, "reply", r"train/1: Games.reply returned 7 \(of type int\); return a list of .*Message"),
+        (second_reply(hangs), "deadline", "Games.reply took more than environment.session.deadline_seconds=0.3"),
+        (second_reply(raises), "reply", r"Games.reply raised KeyError: 'no such page' at .*test_sessions.py:\d+"),
+        (
+            second_reply(returns_a_number),
+            "reply",
+            r"Games.reply returned 7 \(of type int\); return a list of .*Message",
+        ),
     ],
 )
 def test_a_failure_costs_the_episode_is_named_and_the_session_is_closed(
@@ -178,19 +185,19 @@ def test_a_failure_costs_the_episode_is_named_and_the_session_is_closed(
         assert {failure.reason for failure in rollout.log.failures} == {reason}
         assert rollout.log.metrics()["episodes/failed"] == rollout.log.metrics()[f"episodes/failed_{reason}"] == 2
         assert games.times("close") == [1] * 8
-        with pytest.raises(SessionError, match=f"{told}.*environment.session.on_failure=drop"):
+        with pytest.raises(SessionError, match=f"train/1: {told}.*environment.session.on_failure=drop"):
             rolled_out(limited(Games(on_reply), deadline_seconds=0.3, on_failure="stop"))
 
 
 def test_a_group_trains_on_its_remaining_episodes() -> None:
     """One of 20 replies hangs: the rollout ends at the deadline, and the group of the episode is one smaller."""
-    hanging = []
+    hanging = list[int]()
 
-    async def one_hangs(task: Task, seed: int, turns: Sequence[Turn]) -> Sequence[Message]:
-        if task.id == "train/2" and not hanging:
-            hanging.append(seed)
-            await asyncio.sleep(600)
-        return MORE
+    async def one_hangs(task: Task, seed: int, turns: Sequence[Turn]) -> Any:
+        if task.id != "train/2" or hanging:
+            return MORE
+        hanging.append(seed)
+        await asyncio.sleep(600)
 
     begun = time.perf_counter()
     rollout = rolled_out(limited(Games(one_hangs), deadline_seconds=1.0), rows=5, n=4)
@@ -218,7 +225,7 @@ def test_an_episode_that_is_left_alone_is_left_out() -> None:
 
 
 def test_a_failed_episode_may_have_a_reward() -> None:
-    rollout = rolled_out(limited(Games(_raises_for_some), on_failure="reward", failure_reward=-2.0))
+    rollout = rolled_out(limited(Games(second_reply(raises)), on_failure="reward", failure_reward=-2.0))
     failed = [episode for episode in rollout.episodes if episode.task.id == "train/1"]
     assert [(episode.score.reward, len(episode.turns)) for episode in failed] == [(-2.0, 2)] * 2
     assert rollout.log.metrics()["episodes/failed"] == 2
@@ -226,21 +233,18 @@ def test_a_failed_episode_may_have_a_reward() -> None:
 
 def test_sessions_are_closed_when_the_rollout_is_cancelled() -> None:
     """As by Ctrl-C: the cancellation comes while replies hang, and comes once more while sessions close."""
-    games = Games()
+    asked = threading.Event()
 
-    async def hangs(task: Task, seed: int, turns: Sequence[Turn]) -> Sequence[Message]:
-        loop.call_soon_threadsafe(asked.set)
+    async def hangs(task: Task, seed: int, turns: Sequence[Turn]) -> None:
+        asked.set()
         await asyncio.sleep(600)
-        return MORE
 
-    games.given = hangs
-    made = limited(games)
+    games = Games(hangs)
 
     async def cancelled() -> None:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
-        running = asyncio.ensure_future(sampled(made, Echo()))
-        await asked.wait()
+        running = asyncio.ensure_future(sampled(limited(games), Echo()))
+        while not asked.is_set():
+            await asyncio.sleep(0.001)
         running.cancel()
         await asyncio.sleep(0.005)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -248,8 +252,6 @@ def test_sessions_are_closed_when_the_rollout_is_cancelled() -> None:
         await asyncio.wait([running])
         assert running.cancelled()
 
-    loop: asyncio.AbstractEventLoop
-    asked = asyncio.Event()
     wait_for(cancelled())
     assert games.times("close") == [1] * len(games.tasks_of)
     assert games.open_now == 0
@@ -257,8 +259,7 @@ def test_sessions_are_closed_when_the_rollout_is_cancelled() -> None:
 
 def test_what_has_no_state_is_tried_again_and_a_session_only_where_it_asks_for_that() -> None:
     class Flaky(Rows):
-        def __init__(self) -> None:
-            self.num_calls = 0
+        num_calls = 0
 
         async def reply(self, task: Task, turns: Sequence[Turn]) -> list[Message]:
             self.num_calls += 1
