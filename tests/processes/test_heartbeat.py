@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from threading import Event
+from typing import Any
 
 import psutil
 import pytest
@@ -39,15 +40,12 @@ PATIENCE = timedelta(seconds=600)
 """Of processes that are to end otherwise."""
 
 
-def test_a_silence_lasts_from_the_last_message() -> None:
+def test_a_silence_lasts_from_the_last_message_without_the_time_in_which_the_driver_itself_was_stopped() -> None:
+    """It has yet to read what came meanwhile, for which it has the whole timeout."""
     silence = Silence(1.0, now=100.0)
     assert [silence.seconds(now) for now in range(101, 112)] == [*range(1, 12)]
     silence.heard(111.5)
     assert [silence.seconds(now) for now in range(112, 115)] == [0.5, 1.5, 2.5]
-
-
-def test_the_time_in_which_the_driver_itself_was_stopped_is_no_silence() -> None:
-    """It has yet to read what came meanwhile, for which it has the whole timeout."""
     silence = Silence(1.0, now=100.0)
     assert [silence.seconds(now) for now in (500.0, 501.0, 502.0)] == [0.0, 1.0, 2.0]
     slow = Silence(1.0, now=100.0)
@@ -93,10 +91,8 @@ def test_a_worker_that_computes_for_long_is_left_alone_and_a_stopped_one_is_kill
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(answer), 1.5 * TIMEOUT_SECONDS)
         process.send_signal(signal.SIGSTOP)
-        with pytest.raises(
-            ClusterError,
-            match=r"rank 1 hangs: for cluster\.heartbeat_timeout_seconds=2\.0 nothing .*, in policy\.update",
-        ):
+        message = r"rank 1 hangs: for cluster\.heartbeat_timeout_seconds=2\.0 nothing .*, in policy\.update"
+        with pytest.raises(ClusterError, match=message):
             await answer
         await handle.close()
 
@@ -108,17 +104,12 @@ def test_a_worker_that_computes_for_long_is_left_alone_and_a_stopped_one_is_kill
         time.sleep(0.05)
 
 
-def test_a_watch_that_has_ended_is_quiet() -> None:
-    silent = Event()
-    watch = Watch(0.2, silent.set)
-    watch.end()
+def test_a_watch_that_has_ended_is_quiet_and_beats_end_with_the_line() -> None:
+    silent, sent = Event(), list[bytes]()
+    Watch(0.2, silent.set).end()
     assert not silent.wait(0.6)
     Watch(0.2, silent.set)
     assert silent.wait(10)
-
-
-def test_beats_end_with_the_line() -> None:
-    sent: list[bytes] = []
 
     def send(message: bytes) -> None:
         sent.append(message)
@@ -164,8 +155,7 @@ def test_a_rank_that_never_comes_ends_the_collective_call_of_the_others(tmp_path
 class Failing:
     """A worker's end whose call ends with an error after a while."""
 
-    image_bytes = 0
-    sent_bytes = 0
+    image_bytes = sent_bytes = 0
 
     def __init__(self, error: Exception, seconds: float) -> None:
         self._error, self._seconds = error, seconds
@@ -185,10 +175,12 @@ class Failing:
 def test_of_the_errors_of_a_collective_call_the_cause_is_raised() -> None:
     call = Call(method="policy.update")
     follows, cause = Failing(LostRankError("another rank has left"), 0.0), Failing(ClusterError("the cause"), 0.2)
-    with pytest.raises(ClusterError, match=r"^the cause$"):
-        wait_for(call_each([(follows, call), (cause, call)]))
-    with pytest.raises(LostRankError, match="another rank has left"):
-        wait_for(call_each([(follows, call), (follows, call)]))
+    for other, kind, message in (
+        (cause, ClusterError, "^the cause$"),
+        (follows, LostRankError, "another rank has left"),
+    ):
+        with pytest.raises(kind, match=message):
+            wait_for(call_each([(follows, call), (other, call)]))
 
 
 @pytest.mark.slow
@@ -196,9 +188,8 @@ def test_of_the_errors_of_a_collective_call_the_cause_is_raised() -> None:
 def test_a_stopped_worker_of_a_run_ends_it(tmp_path: Path) -> None:
     """The driver waits in a collective call meanwhile, in which it can do nothing."""
     words = [*settings("recipes/shapes.yaml", tmp_path, *LONG), "cluster.heartbeat_timeout_seconds=10"]
-    with Popen(
-        torchrun("train", *words), cwd=ROOT, env=environment(), stdout=DEVNULL, stderr=PIPE, text=True
-    ) as process:
+    pipes: dict[str, Any] = {"stdout": DEVNULL, "stderr": PIPE, "text": True}
+    with Popen(torchrun("train", *words), cwd=ROOT, env=environment(), **pipes) as process:
         while len(read_metrics(tmp_path)) < 2:
             assert process.poll() is None, process.communicate()
             time.sleep(0.1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +22,8 @@ from fovea_gym.environments.answer_end import find_answer_end
 from fovea_gym.errors import ConfigError
 from fovea_gym.types import AnswerEnd
 from gym_tests.bandit import BanditEnvironment
+from gym_tests.tables import table
+from tests.records import completion_of
 from tests.rollout.drawing import generate, make_engine, plain_engine, same
 from tests.tiny_models import mixed_prompts, renderer, tiny
 
@@ -32,7 +36,7 @@ WRITTEN = (
 )
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "end", "answered"),
     [
         (WRITTEN[0], BOX, r"see \boxed{\frac{1}{2}}"),
@@ -55,10 +59,8 @@ def test_the_end_of_an_answer(text: str, end: AnswerEnd, answered: str | None) -
 def boxing() -> TinyParts:
     """A model that writes WRITTEN, with more or less luck."""
     parts = tiny("qwen3_vl")
-    pairs = [
-        SftExample(prompt=p, answer_ids=renderer(parts).target(text))
-        for p, text in zip(mixed_prompts(parts), WRITTEN, strict=True)
-    ]
+    answers = zip(mixed_prompts(parts), map(renderer(parts).target, WRITTEN), strict=True)
+    pairs = [SftExample(prompt=prompt, answer_ids=ids) for prompt, ids in answers]
     trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Warmup(learning_rate=3e-3))
     for _ in range(60):
         trainer.update(pairs)
@@ -71,28 +73,27 @@ def cut(whole: Completion, end: AnswerEnd, tokenizer: PreTrainedTokenizerBase) -
     for length in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:length], skip_special_tokens=True)
         if find_answer_end(text, end) is not None:
-            logprobs_T = whole.logprobs_T[:length]
-            return Completion(
-                token_ids_T=whole.token_ids_T[:length], logprobs_T=logprobs_T, text=text, finish="stop", version=7
-            )
+            return completion_of(ids[:length], logprobs_T=whole.logprobs_T[:length], text=text)
     return whole
 
 
-TUNINGS = [{}, {"decode_steps_per_wait": 5}, {"cache": "paged", "page_tokens": 4}, None]
-
-
-@pytest.mark.parametrize("tuning", TUNINGS, ids=str)
-def test_completions_are_the_untouched_ones_cut_at_the_token_that_closes_the_answer(
-    tuning: dict[str, object] | None,
-) -> None:
-    parts = boxing()
-    ends = (BOX, TAG, THOUGHT)
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_engine,
+        partial(make_engine, decode_steps_per_wait=5),
+        partial(make_engine, cache="paged", page_tokens=4),
+        plain_engine,
+    ],
+    ids=["dense", "waits rarely", "paged", "plain"],
+)
+def test_completions_are_the_untouched_ones_cut_at_the_token_that_closes_the_answer(make: Callable[..., Any]) -> None:
+    parts, ends = boxing(), (BOX, TAG, THOUGHT)
     prompts = [prompt for prompt in mixed_prompts(parts) for _ in ends]
 
     def sampled(given: tuple[AnswerEnd | None, ...]) -> list[Completion]:
-        settings = [Sampling(max_new_tokens=48, seed=3, answer_end=end) for _ in mixed_prompts(parts) for end in given]
-        engine = plain_engine(parts) if tuning is None else make_engine(parts, **tuning)
-        return [each for group in generate(engine, prompts, settings, n=6) for each in group]
+        settings = [Sampling(max_new_tokens=48, seed=3, answer_end=end) for end in given * 3]
+        return [each for group in generate(make(parts), prompts, settings, n=6) for each in group]
 
     wholes, shorts = sampled((None, None, None)), sampled(ends)
     wanted = [cut(whole, ends[place // 6 % 3], parts.processor.tokenizer) for place, whole in enumerate(wholes)]
@@ -104,18 +105,13 @@ def test_completions_are_the_untouched_ones_cut_at_the_token_that_closes_the_ans
 
 
 def test_an_answer_beside_a_stop_string_ends_at_the_first_of_both() -> None:
-    parts, prompt = boxing(), mixed_prompts(boxing())[0]
     stops: tuple[tuple[str, ...], ...] = ((), (" Then",), ("fr",))
-    texts = [
-        generate(
-            make_engine(parts), [prompt], [Sampling(max_new_tokens=48, temperature=0, stop=stop, answer_end=BOX)], 1
-        )
-        for stop in stops
-    ]
-    boxed = [group[0][0].text for group in texts]
-    assert boxed[0] == boxed[1]
-    assert boxed[0].startswith(boxed[2])
-    assert len(boxed[2]) < len(boxed[0])
+    settings = [Sampling(max_new_tokens=48, temperature=0, stop=stop, answer_end=BOX) for stop in stops]
+    groups = generate(make_engine(boxing()), mixed_prompts(boxing())[:1] * 3, settings, 1)
+    first, same_end, earlier = (group[0].text for group in groups)
+    assert first == same_end
+    assert first.startswith(earlier)
+    assert len(earlier) < len(first)
 
 
 FILES = {f"{split}_files": [f"{split}.parquet"] for split in ("train", "dev", "test")}
@@ -125,7 +121,7 @@ class Tagged(BanditEnvironment):
     answer_end = TAG
 
 
-@pytest.mark.parametrize(
+@table(
     ("given", "end"),
     [
         ({"name": "shapes"}, BOX),

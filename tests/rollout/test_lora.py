@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,6 @@ from fovea.rollout.embedded.linears import OneDnnLinears, PlainLinears, can_use_
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
-from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Completion, Prompt
 from fovea.weights.sync import SharedWeights
 from fovea_gym.utils.event_loop import wait_for
@@ -45,46 +46,35 @@ def with_lora(dtype: torch.dtype, ratio: float, family: str = "qwen3_vl", **sett
     return parts
 
 
-def engine_of(parts: TinyParts, **tuning: object) -> EmbeddedEngine:
-    settings = Tuning(**tuning)  # type: ignore[arg-type]
-    return EmbeddedEngine(
-        VLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=10_000, tuning=settings
-    )
-
-
-def policy_of(parts: TinyParts) -> TorchPolicy:
-    return make_policy(parts, temperature=1.0, learning_rate=1e-2, lr_warmup_steps=0)
+def engine_of(parts: TinyParts, **tuning: Any) -> EmbeddedEngine:
+    """An engine on the tensors of the policy, adapters beside the weights."""
+    vlm = VLM(parts.network, parts.processor.banned_ids)
+    engine = EmbeddedEngine(vlm, parts.processor, max_batch_tokens=10_000, tuning=Tuning(**tuning))
+    wait_for(SharedWeights(engine).sync(0))
+    return engine
 
 
 def difference(parts: TinyParts, prompts: list[Prompt], sampled: list[list[Completion]]) -> np.ndarray:
     """The engine's log-probs less the trainer's, of every token."""
     row = pack_row(parts.processor.family, prompts, [[c.token_ids_T for c in group] for group in sampled], CPU)
     with torch.no_grad():
-        trained = VLM(parts.network, parts.processor.banned_ids)(
-            row, temperature=1.0, chunk_tokens=10_000
-        ).logprobs_A.numpy()
-    return np.concatenate([c.logprobs_T for group in sampled for c in group]) - trained
-
-
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
-@pytest.mark.parametrize("cache", ["dense", "paged"])
-def test_the_engine_draws_from_the_adapted_model(family: str, cache: str) -> None:
-    parts = with_lora(torch.float32, 0.3, family)
-    engine, prompts = engine_of(parts, cache=cache), mixed_prompts(parts)
-    wait_for(SharedWeights(engine).sync(0))
-    sampled = generate(engine, prompts, seeded(3, max_new_tokens=12), n=3)
-    assert np.abs(difference(parts, prompts, sampled)).max() < LOGPROB_TOLERANCE
+        trained = VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=10_000).logprobs_A
+    return np.concatenate([c.logprobs_T for group in sampled for c in group]) - trained.numpy()
 
 
 WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2}
 
 
-def test_decode_copies_have_the_adapters_merged() -> None:
-    parts = with_lora(torch.float32, 0.3, **WIDE)
-    engine, prompts = engine_of(parts), mixed_prompts(parts)
-    wait_for(SharedWeights(engine).sync(0))
-    sampled = generate(engine, prompts, seeded(3, max_new_tokens=12), n=4)
-    assert Tuning().uses_onednn(12, parts.network.get_input_embeddings().weight)
+@pytest.mark.parametrize("cache", ["dense", "paged"])
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("qwen2_vl", {}), ("qwen3_vl", {}), ("qwen3_vl_moe", {}), ("qwen3_vl", WIDE)]
+)
+def test_the_engine_draws_from_the_adapted_model(family: str, sizes: dict[str, int], cache: str) -> None:
+    """A wide model decodes with copies in oneDNN's layout, into which the adapters are merged."""
+    parts = with_lora(torch.float32, 0.3, family, **sizes)
+    prompts = mixed_prompts(parts)
+    sampled = generate(engine_of(parts, cache=cache), prompts, seeded(3, max_new_tokens=12), n=4)
+    assert Tuning().uses_onednn(12, parts.network.get_input_embeddings().weight) == bool(sizes)
     assert np.abs(difference(parts, prompts, sampled)).max() < LOGPROB_TOLERANCE
 
 
@@ -98,9 +88,7 @@ def test_small_adapters_count_in_bfloat16() -> None:
     ]
     assert 0.05 < float(torch.stack(changed).mean()) < 0.25
     prompts, samplings = mixed_prompts(parts), seeded(3, max_new_tokens=1)
-    engine = engine_of(parts)
-    wait_for(SharedWeights(engine).sync(0))
-    beside = difference(parts, prompts, generate(engine, prompts, samplings, n=16))
+    beside = difference(parts, prompts, generate(engine_of(parts), prompts, samplings, n=16))
     assert np.abs(beside).max() < LOGPROB_TOLERANCE
     merged = tiny("qwen3_vl")
     merged.network.bfloat16()
@@ -131,15 +119,14 @@ def test_graphs_outlive_a_weight_sync_and_read_the_new_adapters(
     for kind in (GraphStepper, PagedCache):
         monkeypatch.setattr(kind, "__init__", noted_init(kind, made))
     parts = with_lora(dtype, 0.3)
-    engine, policy, prompts = engine_of(parts, cache="paged"), policy_of(parts), mixed_prompts(parts)
-    sync = SharedWeights(engine)
-    wait_for(sync.sync(0))
+    engine, prompts = engine_of(parts, cache="paged"), mixed_prompts(parts)
+    policy = make_policy(parts, temperature=1.0, learning_rate=1e-2, lr_warmup_steps=0)
     before = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
     assert made == [PagedCache, GraphStepper]
     old = dict(merged_weights(parts.network))
     policy.update(make_batch(parts))
     assert any(not torch.equal(old[name], x) for name, x in merged_weights(parts.network))
-    assert wait_for(sync.sync(1)).bytes_copied == 0
+    assert wait_for(SharedWeights(engine).sync(1)).bytes_copied == 0
     after = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
     assert made == [PagedCache, GraphStepper], "those from before the weight sync"
     limit = LOGPROB_TOLERANCE if dtype == torch.float32 else 0.1

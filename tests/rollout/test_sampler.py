@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from transformers import (
     LogitsProcessorList,
@@ -24,8 +23,10 @@ from fovea.rollout.embedded.sampler import (
     uniforms,
 )
 from fovea.types import Sampling
+from gym_tests.tables import table
 
 CPU = torch.device("cpu")
+LAST = float(np.nextafter(1.0, 0.0))
 EDGE = 1e-6
 """Sums of float32 probabilities are off by their rounding: so near to an edge of an interval either side is right."""
 
@@ -33,12 +34,8 @@ EDGE = 1e-6
 def draw_rows(
     logits: torch.Tensor, uniform: torch.Tensor, samplings: list[Sampling], banned: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = Draw(
-        uniform_B=uniform,
-        settings=row_settings(samplings, CPU),
-        needs=needs_of(samplings),
-        banned_K=torch.tensor(banned, dtype=torch.long),
-    )
+    banned_K, needs = torch.tensor(banned, dtype=torch.long), needs_of(samplings)
+    draw = Draw(uniform_B=uniform, settings=row_settings(samplings, CPU), needs=needs, banned_K=banned_K)
     return sample_tokens(logits.clone(), draw)
 
 
@@ -46,32 +43,24 @@ def random_logits(rows: int = 64, vocabulary: int = 50) -> torch.Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)) * 3
 
 
-@pytest.mark.parametrize(
+@table(
     "settings",
     [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}, {"top_p": 1e-6}],
 )
 def test_kept_tokens_equal_transformers_warpers(settings: dict[str, float]) -> None:
-    logits = random_logits()
-    warpers = LogitsProcessorList()
-    if "top_k" in settings:
-        warpers.append(TopKLogitsWarper(int(settings["top_k"])))
-    if "top_p" in settings:
-        warpers.append(TopPLogitsWarper(settings["top_p"]))
-    if "min_p" in settings:
-        warpers.append(MinPLogitsWarper(settings["min_p"]))
+    logits, warper = random_logits(), {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
+    warpers = LogitsProcessorList(warper[name](value) for name, value in settings.items())
     expected = torch.isfinite(warpers(None, logits))
     rows = row_settings([Sampling(max_new_tokens=1, **settings)] * len(logits), logits.device)  # type: ignore[arg-type]
     torch.testing.assert_close(kept_tokens(logits.log_softmax(-1), rows), expected)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"top_p": 1e-300}, {"temperature": 1e-300}, {"temperature": 1e-40}, {"min_p": 1.0}]
-)
+@table("settings", [{"top_p": 1e-300}, {"temperature": 1e-300}, {"temperature": 1e-40}, {"min_p": 1.0}])
 def test_settings_however_small_leave_the_likeliest_token(settings: dict[str, float]) -> None:
     logits = random_logits()
     likeliest = logits.index_fill(1, torch.tensor([2]), -torch.inf).argmax(-1)
     sampling = Sampling(max_new_tokens=1, **settings)  # type: ignore[arg-type]
-    for uniform in (0.0, 0.5, float(np.nextafter(1.0, 0.0))):
+    for uniform in (0.0, 0.5, LAST):
         u = torch.full((len(logits),), uniform, dtype=torch.float64)
         tokens, logprobs = draw_rows(logits, u, [sampling] * len(logits), (2,))
         assert tokens.tolist() == likeliest.tolist()
@@ -92,7 +81,7 @@ def test_frequencies_are_the_probabilities() -> None:
 
 def test_the_ends_of_the_unit_interval_draw_tokens_that_have_probability() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 5.0, -torch.inf]]).repeat(2, 1)
-    u = torch.tensor([0.0, np.nextafter(1.0, 0.0)], dtype=torch.float64)
+    u = torch.tensor([0.0, LAST], dtype=torch.float64)
     assert draw_rows(logits, u, [Sampling(max_new_tokens=1)] * 2)[0].tolist() == [1, 2]
 
 
@@ -109,7 +98,7 @@ def test_uniforms_depend_on_seed_and_place_alone() -> None:
     assert not np.array_equal(uniforms(5, 1, 16), uniforms(6, 1, 16))
 
 
-@pytest.mark.parametrize("vocabulary", [1, 2, 7, 50, 257, 4096, 32_768])
+@table("vocabulary", [1, 2, 7, 50, 257, 4096, 32_768])
 def test_every_number_draws_the_token_whose_interval_holds_it(vocabulary: int) -> None:
     probs = random_logits(1, vocabulary)[0].softmax(-1)
     ends = probs.double().cumsum(0) / probs.double().sum()
@@ -134,7 +123,7 @@ def test_the_middle_of_every_interval_draws_its_token() -> None:
 def test_no_token_of_probability_zero_is_drawn_whatever_block_it_is_in() -> None:
     probs = torch.zeros(1, 1000)
     probs[0, [37, 38, 700, 981]] = torch.tensor([1e-30, 0.5, 1e-12, 0.5])
-    u = torch.cat([torch.linspace(0, 1, 999, dtype=torch.float64)[:-1], torch.tensor([np.nextafter(1.0, 0.0)])])
+    u = torch.cat([torch.linspace(0, 1, 999, dtype=torch.float64)[:-1], torch.tensor([LAST], dtype=torch.float64)])
     sampled = inverse_cdf(probs.expand(len(u), -1), u)
     assert set(sampled.tolist()) <= {37, 38, 700, 981}
     assert (sampled[0], sampled[-1]) == (37, 981)

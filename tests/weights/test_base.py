@@ -17,6 +17,7 @@ from fovea.types import Sampling, Shape, Weights
 from fovea.weights.base import SyncReport, WeightReceiver
 from fovea.weights.sync import NetworkCopy, SharedWeights, WeightSender
 from fovea_gym.utils.event_loop import wait_for
+from gym_tests.tables import table
 from tests.meta_device import META, NoPageableCopies
 from tests.policies import make_batch, make_policy
 from tests.rollout.drawing import generate, make_engine, same
@@ -46,9 +47,9 @@ def sender(receiver: WeightReceiver, trained: str = "ab") -> WeightSender:
 def test_copies_are_counted_and_carry_the_version() -> None:
     engine = Engine(a=torch.zeros(4, dtype=torch.bfloat16), b=torch.zeros(3))
     sync = sender(NetworkCopy(engine), trained="b")
-    for version, num_tensors, num_bytes in ((7, 2, 7 * 4), (8, 1, 3 * 4)):
+    for version, copied in ((7, (2, 7 * 4)), (8, (1, 3 * 4))):
         report = wait_for(sync.sync(version))
-        assert (report.version, report.num_tensors, report.bytes_copied) == (version, num_tensors, num_bytes)
+        assert (report.version, report.num_tensors, report.bytes_copied) == (version, *copied)
         assert engine.version == version
     assert torch.equal(engine.own["a"], torch.linspace(0, 1, 4).bfloat16()), "of the engine's type"
 
@@ -70,29 +71,29 @@ def test_the_weight_sync_after_one_that_failed_brings_all_weights_again() -> Non
     assert [wait_for(sync.sync(version)).num_tensors for version in (2, 3)] == [2, 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as sent", "converted"])
-def test_a_weight_that_is_overwritten_on_arrival_is_named(dtype: torch.dtype) -> None:
-    both = torch.zeros(4, dtype=dtype)
-    engine = Engine(a=both, b=both[:3])
-    with pytest.raises(EngineError, match="the weight a differs between trainer and engine after it was copied"):
-        wait_for(sender(NetworkCopy(engine)).sync(0))
-    assert engine.version == -1, "not loaded"
+FOUR, HALF = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)
+"""Tensors that two weights share: as sent, and of a type to which they are converted."""
+OVERWRITTEN = "the weight a differs between trainer and engine after it was copied"
 
 
-@pytest.mark.parametrize(
-    ("names", "shape", "error"),
+@table(
+    ("own", "error"),
     [
-        ("abc", 3, "1 that the engine needs were not sent, first c"),
-        ("a", 3, "1 that were sent the engine does not have, first b"),
-        ("ab", 2, r"1 have a different shape in the engine, first b has shape \[3\] instead of \[2\]"),
+        ({"a": FOUR, "b": FOUR[:3]}, OVERWRITTEN),
+        ({"a": HALF, "b": HALF[:3]}, OVERWRITTEN),
+        ({"a": FOUR, "b": torch.zeros(3), "c": FOUR}, "1 that the engine needs were not sent, first c"),
+        ({"a": FOUR}, "1 that were sent the engine does not have, first b"),
+        (
+            {"a": FOUR, "b": FOUR[:2]},
+            r"1 have a different shape in the engine, first b has shape \[3\] instead of \[2\]",
+        ),
     ],
 )
-def test_names_and_shapes_match_on_both_sides(names: str, shape: int, error: str) -> None:
-    own = {"a": torch.zeros(4), "b": torch.zeros(shape), "c": torch.zeros(1)}
-    engine = Engine(**{name: own[name] for name in names})
+def test_names_shapes_and_values_match_on_both_sides(own: dict[str, Tensor], error: str) -> None:
+    engine = Engine(**own)
     with pytest.raises(EngineError, match=error):
         wait_for(sender(NetworkCopy(engine)).sync(0))
-    assert engine.version == -1
+    assert engine.version == -1, "not loaded"
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -115,9 +116,13 @@ def test_an_engine_on_its_policys_tensors_draws_with_the_new_weights_and_gets_no
 
 
 class Stream:
-    """An engine with its own weights."""
+    """An engine with its own weights, or a receiver of engines in other processes, which may be lost."""
 
     has_weights = False
+    left: Sequence[int] = (1, 2)
+
+    def leave_out_lost(self, left: Sequence[int]) -> None:
+        self.left = left
 
     def begin_sync(self, shapes: Mapping[str, Shape]) -> None: ...
 
@@ -144,26 +149,17 @@ def test_engines_elsewhere_get_the_tensors_before_the_engine_beside_the_policy_t
     """One learner that generates, and engines in other processes."""
     copy, beside = Engine(a=torch.zeros(4), b=torch.zeros(3)), Engine(a=torch.ones(4), b=torch.ones(3))
     sync = SharedWeights(beside, sender(NetworkCopy(copy), trained="b"))
-    for version, num_tensors, num_bytes in ((0, 2, 7 * 4), (1, 1, 3 * 4)):
+    for version, copied in ((0, (2, 7 * 4)), (1, (1, 3 * 4))):
         report = wait_for(sync.sync(version))
-        assert (report.num_tensors, report.bytes_copied) == (num_tensors, num_bytes)
+        assert (report.num_tensors, report.bytes_copied) == copied
         assert report.checksum is not None
         assert (copy.version, beside.version) == (version, version)
     assert torch.equal(copy.own["a"], torch.linspace(0, 1, 4))
     assert torch.equal(beside.own["a"], torch.ones(4)), "nothing is copied into the policy's tensors"
 
 
-class Elsewhere(Stream):
-    """A receiver of engines in other processes, which may be lost."""
-
-    left: Sequence[int] = (1, 2)
-
-    def leave_out_lost(self, left: Sequence[int]) -> None:
-        self.left = left
-
-
 def test_an_engine_elsewhere_that_was_lost_is_left_out_beside_shared_weights() -> None:
-    receiver = Elsewhere()
+    receiver = Stream()
     wait_for(SharedWeights(Engine(a=torch.zeros(1)), sender(receiver)).leave_out_lost([2]))
     assert receiver.left == [2]
 

@@ -23,8 +23,8 @@ from fovea.report.about import CONFIG_FILE
 from fovea.utils.checksum import bit_hash, combined
 from fovea_gym.errors import ConfigError
 from tests.policies import weights_of
-from tests.rollout.short_runs import check_exact, wait_for_steps
-from tests.runs import untimed
+from tests.rollout.short_runs import check_exact
+from tests.runs import untimed, wait_for_steps
 from tests.train.megatron.commands import SHAPES, environment, fovea
 from tests.train.megatron.equal_steps import megatron_policy
 from tests.warm import WarmProcess
