@@ -1,9 +1,9 @@
-"""Weights of a policy in the engine's own copy, in this process and over a real process group."""
+"""A weight sync: names, shapes and values on both sides, what is copied, and copies here and over a process group."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,21 +21,188 @@ from fovea.errors import EngineError
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.models.weights_to_sync import WeightToSync, weights_to_sync
-from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.types import Completion, Request, Sampling, Shape, Weights
 from fovea.weights import sync as sync_module
-from fovea.weights.base import WeightSync
+from fovea.weights.base import SyncReport, WeightReceiver, WeightSync
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
-from fovea.weights.sync import NetworkCopy, WeightSender
+from fovea.weights.sync import NetworkCopy, SharedWeights, WeightSender
 from fovea.wiring.workers import make_weight_sender, make_worker
 from fovea_gym.errors import FoveaError
 from fovea_gym.utils.event_loop import wait_for
-from tests.policies import make_policy
+from gym_tests.tables import table
+from tests.meta_device import META, NoPageableCopies
+from tests.policies import make_batch, make_policy
 from tests.process_ranks import PATIENCE, run_group
-from tests.rollout.drawing import make_engine, same
+from tests.rollout.drawing import generate, make_engine, same
 from tests.tiny_models import mixed_prompts, save, tiny
 from tests.train.rank_policies import batch_of
+
+
+class Engine:
+    """An engine with tensors of these shapes and types."""
+
+    def __init__(self, **own: Tensor) -> None:
+        self.own = own
+        self.version = -1
+
+    def own_weights(self) -> Weights:
+        return self.own.items()
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self.own, self.version = dict(weights), version
+
+
+def sender(receiver: WeightReceiver, trained: str = "ab") -> WeightSender:
+    tensors = {"a": torch.linspace(0, 1, 4), "b": torch.arange(3.0)}
+    weights = [WeightToSync(name=name, parameter=x.requires_grad_(name in trained)) for name, x in tensors.items()]
+    return WeightSender(lambda: weights, [receiver])
+
+
+def test_copies_are_counted_and_carry_the_version() -> None:
+    engine = Engine(a=torch.zeros(4, dtype=torch.bfloat16), b=torch.zeros(3))
+    sync = sender(NetworkCopy(engine), trained="b")
+    for version, copied in ((7, (2, 7 * 4)), (8, (1, 3 * 4))):
+        report = wait_for(sync.sync(version))
+        assert (report.version, report.num_tensors, report.bytes_copied) == (version, *copied)
+        assert engine.version == version
+    assert torch.equal(engine.own["a"], torch.linspace(0, 1, 4).bfloat16()), "of the engine's type"
+
+
+class LosesOne(NetworkCopy):
+    """A receiver whose second weight sync fails at its end."""
+
+    def finish_sync(self, version: int) -> None:
+        super().finish_sync(version)
+        if version == 1:
+            raise EngineError("lost")
+
+
+def test_the_weight_sync_after_one_that_failed_brings_all_weights_again() -> None:
+    sync = sender(LosesOne(Engine(a=torch.zeros(4), b=torch.zeros(3))), trained="b")
+    assert wait_for(sync.sync(0)).num_tensors == 2
+    with pytest.raises(EngineError, match="lost"):
+        wait_for(sync.sync(1))
+    assert [wait_for(sync.sync(version)).num_tensors for version in (2, 3)] == [2, 1]
+
+
+FOUR, HALF = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)
+"""Tensors that two weights share: as sent, and of a type to which they are converted."""
+OVERWRITTEN = "the weight a differs between trainer and engine after it was copied"
+
+
+@table(
+    ("own", "error"),
+    [
+        ({"a": FOUR, "b": FOUR[:3]}, OVERWRITTEN),
+        ({"a": HALF, "b": HALF[:3]}, OVERWRITTEN),
+        ({"a": FOUR, "b": torch.zeros(3), "c": FOUR}, "1 that the engine needs were not sent, first c"),
+        ({"a": FOUR}, "1 that were sent the engine does not have, first b"),
+        (
+            {"a": FOUR, "b": FOUR[:2]},
+            r"1 have a different shape in the engine, first b has shape \[3\] instead of \[2\]",
+        ),
+    ],
+)
+def test_names_shapes_and_values_match_on_both_sides(own: dict[str, Tensor], error: str) -> None:
+    engine = Engine(**own)
+    with pytest.raises(EngineError, match=error):
+        wait_for(sender(NetworkCopy(engine)).sync(0))
+    assert engine.version == -1, "not loaded"
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_engine_on_its_policys_tensors_draws_with_the_new_weights_and_gets_none(lora: bool) -> None:
+    parts = tiny("qwen3_vl")
+    choose_trainable(parts.network, Model(tiny=TinyModel(), lora=Lora(rank=4) if lora else None), seed=0)
+    engine, policy = make_engine(parts), make_policy(parts, learning_rate=1e-2, lr_warmup_steps=0)
+    prompts, seeded = mixed_prompts(parts), [Sampling(max_new_tokens=4, seed=3)] * 3
+    before = generate(engine, prompts, seeded, 2)
+    policy.update(make_batch(parts))
+    report = wait_for(SharedWeights(engine).sync(1))
+    assert report == SyncReport(version=1, num_tensors=0, bytes_copied=0)
+    assert report.metrics() == {"transfer/weights_mib": 0.0}, "nothing was sent whose checksum two sides could compare"
+    fresh = make_engine(parts)
+    wait_for(SharedWeights(fresh).sync(1))
+    after, expected = generate(engine, prompts, seeded, 2), generate(fresh, prompts, seeded, 2)
+    assert {completion.version for group in after for completion in group} == {1}
+    assert all(map(same, after, expected))
+    assert not any(map(same, after, before))
+
+
+class Stream:
+    """An engine with its own weights, or a receiver of engines in other processes, which may be lost."""
+
+    has_weights = False
+    left: Sequence[int] = (1, 2)
+
+    def __init__(self) -> None:
+        self.names: list[list[str]] = []
+
+    def leave_out_lost(self, left: Sequence[int]) -> None:
+        self.left = left
+
+    def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
+        self.names.append(list(shapes))
+
+    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
+
+    def finish_sync(self, version: int) -> None: ...
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Lengths of the tensors that the host has read; `item` and `int` remain errors on torch's meta device."""
+    found: list[int] = []
+
+    def zeros(tensor: Tensor) -> Any:
+        found.append(len(tensor))
+        return [0] * len(tensor)
+
+    monkeypatch.setattr(Tensor, "tolist", zeros)
+    with NoPageableCopies():
+        yield found
+
+
+def test_engines_elsewhere_get_the_tensors_before_the_engine_beside_the_policy_the_version() -> None:
+    """One learner that generates, and engines in other processes."""
+    copy, beside = Engine(a=torch.zeros(4), b=torch.zeros(3)), Engine(a=torch.ones(4), b=torch.ones(3))
+    sync = SharedWeights(beside, sender(NetworkCopy(copy), trained="b"))
+    for version, copied in ((0, (2, 7 * 4)), (1, (1, 3 * 4))):
+        report = wait_for(sync.sync(version))
+        assert (report.num_tensors, report.bytes_copied) == copied
+        assert report.checksum is not None
+        assert (copy.version, beside.version) == (version, version)
+    assert torch.equal(copy.own["a"], torch.linspace(0, 1, 4))
+    assert torch.equal(beside.own["a"], torch.ones(4)), "nothing is copied into the policy's tensors"
+
+
+def test_an_engine_elsewhere_that_was_lost_is_left_out_beside_shared_weights() -> None:
+    receiver = Stream()
+    wait_for(SharedWeights(Engine(a=torch.zeros(1)), sender(receiver)).leave_out_lost([2]))
+    assert receiver.left == [2]
+
+
+def on_device() -> dict[str, Tensor]:
+    return {f"layers.{layer}": torch.ones(3, 600, device=META, requires_grad=True) for layer in range(20)}
+
+
+@pytest.mark.parametrize("receiver", [NetworkCopy, Stream])
+def test_a_weight_sync_reads_the_device_once_for_all_tensors(receiver: Any, reads: list[int]) -> None:
+    weights = on_device()
+    engine = Engine(**{name: torch.zeros_like(weight) for name, weight in weights.items()})
+    weights_to_sync = [WeightToSync(name=name, parameter=weight) for name, weight in weights.items()]
+    wait_for(WeightSender(lambda: weights_to_sync, [receiver() if receiver is Stream else receiver(engine)]).sync(1))
+    (read,) = reads
+    assert read >= len(weights), "a hash of every weight, at least"
+
+
+def test_a_weight_sync_of_shared_weights_never_waits_for_the_device(reads: list[int]) -> None:
+    engine = Engine(**on_device())
+    wait_for(SharedWeights(engine).sync(1))
+    assert engine.version == 1
+    assert not reads
+
 
 CASES = {
     "all weights": Model(tiny=TinyModel()),
@@ -51,7 +218,7 @@ SERVERS = Config.model_validate(
 )
 
 
-def draw(engine: Engine) -> Sequence[Completion]:
+def draw(engine: Any) -> Sequence[Completion]:
     sampling = Sampling(max_new_tokens=8, seed=3)
     prompts = enumerate(mixed_prompts(tiny("qwen3_vl")))
     requests = [Request(id=str(i), prompt=prompt, sampling=sampling, n=2) for i, prompt in prompts]
@@ -149,22 +316,6 @@ def test_the_engines_of_ranks_that_train_sleep_without_weights(tmp_path: Path) -
     assert not same(first["drawn after"], first["drawn"])
 
 
-class Forgets:
-    """Servers that may have lost what earlier weight syncs brought: each weight sync must bring all weights."""
-
-    has_weights = False
-
-    def __init__(self) -> None:
-        self.names: list[list[str]] = []
-
-    def begin_sync(self, shapes: Mapping[str, Shape]) -> None:
-        self.names.append(list(shapes))
-
-    def receive_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
-
-    def finish_sync(self, version: int) -> None: ...
-
-
 class TwoNamesOfOneTensor:
     """An engine whose weight a is overwritten by what it gets for b."""
 
@@ -224,7 +375,7 @@ def learner_or_engine(rank: int, folder: Path) -> None:
     for case, target in (("other names", make_engine(tiny("qwen3_vl"))), ("broken", TwoNamesOfOneTensor())):
         take = ReceivedWeights(group, NetworkCopy(target))
         found[case] = syncs(take if rank else WeightSender(a_and_b, [Broadcast(group)]), 1)[0]
-    servers = Forgets()
+    servers = Stream()
     found["servers"] = (
         {"reports": syncs(ReceivedWeights(group, servers), 2), "names": servers.names}
         if rank
