@@ -67,6 +67,14 @@ def slow(name: str, prompt: Prompt) -> Request:
     return ask(name, prompt, n=4, max_new_tokens=200)
 
 
+async def begun(engine: Engine, request: Request) -> asyncio.Task[Sequence[Completion]]:
+    """A request that the engine has begun."""
+    drawing = asyncio.ensure_future(engine.generate(request))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return drawing
+
+
 def prompts_of(parts: TinyParts) -> list[Prompt]:
     """None, one and three images, of several sizes and places."""
     render = renderer(parts)
@@ -252,9 +260,7 @@ class EngineSuite:
         request = slow("asleep", prompts_of(served.parts)[1])
 
         async def nap() -> None:
-            drawing = asyncio.ensure_future(served.engine.generate(request))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            drawing = await begun(served.engine, request)
             with pytest.raises(EngineError, match="sleep"):
                 await served.engine.sleep()
             await drawing

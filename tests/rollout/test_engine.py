@@ -27,6 +27,7 @@ from fovea_gym.utils.event_loop import wait_for
 from gym_tests.tables import table
 from tests.reference import model_inputs, reference_logprobs
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
+from tests.rollout.engine_suite import begun
 from tests.tiny_models import CPU, FAMILIES, mixed_prompts, tiny, tower_passes
 
 
@@ -94,12 +95,6 @@ def test_weights_of_another_process_are_copied_into_the_vision_tower() -> None:
     assert all(same(a, b) for a, b in zip(generate(engine, prompts, greedy, n=1), expected, strict=True))
 
 
-def test_a_request_beyond_the_budget_says_what_to_change() -> None:
-    parts = tiny("qwen3_vl")
-    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=50; raise it, or lower rollout"):
-        generate(make_engine(parts, 50), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=30)], n=8)
-
-
 def test_an_engine_without_weights_says_so_to_every_caller() -> None:
     parts = tiny("qwen3_vl")
     engine = EmbeddedEngine(VLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=10_000)
@@ -113,15 +108,11 @@ def test_an_engine_that_draws_takes_no_new_weights_and_can_be_closed() -> None:
 
     async def in_the_middle() -> None:
         engine = make_engine(parts)
-        drawing = asyncio.ensure_future(engine.generate(request))
-        for _ in range(3):
-            await asyncio.sleep(0)
+        drawing = await begun(engine, request)
         with pytest.raises(EngineError, match="await them first"):
             engine.load_weights(dict(merged_weights(parts.network)), version=8)
         await drawing
-        drawing = asyncio.ensure_future(engine.generate(request))
-        for _ in range(3):
-            await asyncio.sleep(0)
+        drawing = await begun(engine, request)
         await engine.close()
         with pytest.raises((EngineError, asyncio.CancelledError)):
             await drawing

@@ -253,12 +253,16 @@ def test_a_default_pool_is_sized_by_free_memory_and_to_stay() -> None:
     assert stays == [20, 40, 40, 40], "the rest is for prefill and sampling"
 
 
-@pytest.mark.parametrize(("settings", "tokens", "share"), [(PAGED, r"\d+", 0.8), ({}, "65536", 0.0)])
+@pytest.mark.parametrize(
+    ("set_tokens", "settings", "tokens", "share"),
+    [(None, PAGED, r"\d+", 0.8), (None, {}, "65536", 0.0), (50, {}, "50", 0)],
+)
 def test_an_engine_without_a_setting_sizes_its_pool_and_on_a_cpu_has_a_budget(
-    gpu: FakeGpu, settings: dict[str, Any], tokens: str, share: float
+    gpu: FakeGpu, set_tokens: int | None, settings: dict[str, Any], tokens: str, share: float
 ) -> None:
+    """A request beyond it says what to change."""
     gpu.free = 10**7
-    engine = make_engine(PARTS, None, **settings)
-    with pytest.raises(EngineError, match=rf"rollout\.engine\.max_batch_tokens={tokens}"):
+    engine = make_engine(PARTS, set_tokens, **settings)
+    with pytest.raises(EngineError, match=rf"rollout\.engine\.max_batch_tokens={tokens}; raise it, or lower rollout"):
         generate(engine, mixed_prompts(PARTS)[:1], [Sampling(max_new_tokens=100_000)], n=1)
     assert gpu.pool_bytes == pytest.approx(share * gpu.free, rel=0.01)

@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,22 +14,28 @@ import numpy as np
 import pytest
 import torch
 
+from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts
+from fovea.rollout.agent_conversations import AgentConversations, AgentTurn
 from fovea.rollout.collect import extended
 from fovea.rollout.embedded.batch import DecodeBatch
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.rollout.embedded.prefill import PrefillRow
 from fovea.samples import replace_samples
 from fovea.train.base import Needs
-from fovea.types import Batch
+from fovea.types import Batch, Sampling
 from fovea_gym.environments.base import Session
 from fovea_gym.environments.sessions import LimitedSessions
+from fovea_gym.errors import BadRowError
+from fovea_gym.rows.images import ImageOpener
 from fovea_gym.settings.splits import SessionLimits
-from fovea_gym.types import Message, Task, Turn
+from fovea_gym.types import ImageRef, Message, Role, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from fovea_tools.families.tiny import save_tiny_kind
+from gym_tests.images import encoded, noise
 from tests.hub_models import Loaded, moving_difference
 from tests.policies import make_policy, update_gradients
-from tests.reference import gradients, largest_relative_difference
+from tests.reference import gradients, largest_relative_difference, reference_logprobs
 from tests.rollout.drawing import make_engine
 from tests.rollout.two_turns import (
     TURNS,
@@ -257,3 +264,73 @@ def test_a_rollout_repeats_bit_for_bit_whichever_reply_comes_first() -> None:
     first, second = (sampled(parts, make_engine(parts), asked=limited, n=4) for _ in range(2))
     assert len({len(episode.turns) for group in first for episode in group.episodes}) > 1
     assert_same_turns(first, second, atol=0)
+
+
+PARTS = tiny("qwen3_vl")
+QUESTION = "What colour?"
+
+
+def said(role: Role, *parts: str | ImageRef) -> Message:
+    return Message(role=role, parts=parts)
+
+
+def picture(seed: int) -> ImageRef:
+    return ImageRef(source=encoded(noise(seed)))
+
+
+def agents_renderer(max_new_tokens: int = 5) -> Renderer:
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)
+    return Renderer(PARTS.processor, opener, max_new_tokens=max_new_tokens)
+
+
+def agents(max_new_tokens: int = 5) -> AgentConversations:
+    """Conversations that agents send whole with every request."""
+    return AgentConversations(make_engine(PARTS, 9000), agents_renderer(max_new_tokens), "agents")
+
+
+def ask(conversations: AgentConversations, *messages: Message) -> AgentTurn:
+    return wait_for(conversations.answer(messages, Sampling(max_new_tokens=5, seed=3)))
+
+
+def test_a_conversation_of_an_agent_continues_with_the_ids_that_were_sampled() -> None:
+    conversations, messages, turns = agents(), list[Message](), list[AgentTurn]()
+    for seed in (1, 2, 3):
+        messages.append(said("user", picture(seed), "How many circles are here?"))
+        turns.append(ask(conversations, *messages))
+        messages.append(said("assistant", turns[-1].completion.text))
+    assert [turn.number for turn in turns] == [1, 2, 3]
+    assert {turn.episode for turn in turns} == {turns[0].completion.id}
+    assert [turn.continues for turn in turns] == [None, *(turn.completion.id for turn in turns[:2])]
+    assert conversations.num_unmatched == 0
+    keys = [image.key for seed in (1, 2, 3) for image in agents_renderer().prompt([said("user", picture(seed))]).images]
+    assert [image.key for image in turns[-1].prompt.images] == keys
+    for before, turn in pairwise(turns):
+        ids = np.concatenate([before.prompt.token_ids_L, before.completion.token_ids_T])
+        assert turn.prompt.token_ids_L[: len(ids)].tolist() == ids.tolist()
+    for turn in turns:  # the log-probs are transformers' on the ids of the whole conversation
+        expected = reference_logprobs(PARTS, turn.prompt, turn.completion.token_ids_T)
+        np.testing.assert_allclose(turn.completion.logprobs_T, expected.detach().numpy(), atol=2e-5)
+
+
+def test_a_changed_conversation_of_an_agent_begins_a_new_episode_and_is_counted() -> None:
+    conversations, question = agents(), said("user", QUESTION)
+    first = ask(conversations, question)
+    answer = first.completion.text
+    for changed in (f"{answer}!", "red"):
+        assert ask(conversations, question, said("assistant", changed), question).continues is None
+    assert conversations.num_unmatched == 2
+    for _ in range(2):  # two branches of one conversation
+        branch = ask(conversations, question, said("assistant", answer), question)
+        assert branch.continues == first.completion.id
+    assert conversations.num_unmatched == 2
+
+
+def test_what_an_agent_sends_that_cannot_be_rendered_is_one_line() -> None:
+    damaged = said("user", ImageRef(source=b"hello", where="a picture of the request"))
+    for conversations, message, error in (
+        (agents(), damaged, "a picture of the request"),
+        (agents(), said("user", "<|im_end|>"), r"its text contains <\|im_end\|>"),
+        (agents(PARTS.processor.max_positions - 4), said("user", QUESTION), "has positions for only 4 before"),
+    ):
+        with pytest.raises(BadRowError, match=error):
+            ask(conversations, message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from fovea.models.weights_to_sync import merged_weights_to_sync
 from fovea.types import Shape
 from fovea.weights import sync as sync_module
 from fovea_gym.utils.event_loop import wait_for
-from tests.rollout.engine_suite import TOLERANCE, Served, ask, check_draws, prompts_of, slow
+from tests.rollout.engine_suite import TOLERANCE, Served, ask, begun, check_draws, prompts_of, slow
 from tests.rollout.engines.serving import served_by, stream, tiny_for
 from tests.rollout.engines.under_test import under_test
 
@@ -124,9 +123,7 @@ def test_new_weights_while_requests_run_are_refused(served: Served) -> None:
     engine: Any = served.engine
 
     async def sync_in_the_middle() -> None:
-        drawing = asyncio.ensure_future(engine.generate(slow("running", prompts_of(served.parts)[0])))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        drawing = await begun(engine, slow("running", prompts_of(served.parts)[0]))
         with pytest.raises(EngineError, match="new weights"):
             engine.begin_sync(shapes_of(served))
         await drawing

@@ -24,7 +24,7 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.utils.event_loop import wait_for
 from gym_tests.tables import table
 from tests.process_groups import members
-from tests.rollout.engine_suite import ask, prompts_of, slow
+from tests.rollout.engine_suite import ask, begun, prompts_of, slow
 from tests.rollout.engines.on_sglang import arguments, workers
 from tests.rollout.engines.serving import serving, start, sync, tiny_for
 from tests.tiny_models import tiny
@@ -91,9 +91,7 @@ def test_a_weight_sync_waits_for_requests_that_were_cancelled_and_not_for_ever(
     sync(shared, parts, 7)
 
     async def cancel() -> None:
-        drawing = asyncio.ensure_future(shared.generate(slow("cancelled", prompts_of(parts)[0])))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        drawing = await begun(shared, slow("cancelled", prompts_of(parts)[0]))
         drawing.cancel()
         await asyncio.wait([drawing])
         with pytest.raises(EngineError, match="has not ended 1 cancelled requests"):
