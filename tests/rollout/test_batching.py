@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -132,19 +132,6 @@ def test_the_budget_bounds_what_runs(rows_run: list[int]) -> None:
     engine = make_engine(PARTS, 2 * (prompt.num_tokens + 3 * 10))
     generate(engine, [prompt] * 5, seeded(5, max_new_tokens=10), 3)
     assert max(rows_run) == 6
-
-
-def test_bfloat16_runs_in_every_cache() -> None:
-    parts = tiny("qwen3_vl")
-    parts.network.bfloat16()
-    slots, pages = (
-        generate(make_engine(parts, cache=cache, page_tokens=16), mixed_prompts(parts), seeded(3, max_new_tokens=8), 3)
-        for cache in ("dense", "paged")
-    )
-    for one, other in zip(chain(*slots), chain(*pages), strict=True):
-        assert one.logprobs_T.dtype == other.logprobs_T.dtype == "float32"
-        # rounding differs between the caches: only the first token is sure to be sampled from the same logits
-        assert one.token_ids_T[0] == other.token_ids_T[0]
 
 
 def test_weights_that_are_not_finite_are_an_error() -> None:

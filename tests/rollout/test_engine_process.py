@@ -258,8 +258,6 @@ def test_a_process_that_ends_by_itself_before_it_is_ready_would_again(
     assert type(failed.value) is kind
 
 
-pytestmark = pytest.mark.kill
-
 HOST = [sys.executable, "-m", "tests.rollout.fake_engine_host"]
 REQUEST = ask("request", prompts_of(tiny("qwen3_vl"))[2])
 """With three images."""

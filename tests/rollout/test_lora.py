@@ -56,6 +56,7 @@ def engine_of(parts: TinyParts, **tuning: Any) -> EmbeddedEngine:
 
 def difference(parts: TinyParts, prompts: list[Prompt], sampled: list[list[Completion]]) -> np.ndarray:
     """The engine's log-probs less the trainer's, of every token."""
+    assert {c.logprobs_T.dtype.name for group in sampled for c in group} == {"float32"}, "also of a bfloat16 model"
     row = pack_row(parts.processor.family, prompts, [[c.token_ids_T for c in group] for group in sampled], CPU)
     with torch.no_grad():
         trained = VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=10_000).logprobs_A

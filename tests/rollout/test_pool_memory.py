@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -81,11 +82,12 @@ def roll_out(engine: EmbeddedEngine, n: int = 2) -> list[Sequence[Completion]]:
 
 
 def captures_of_steps(
-    gpu: FakeGpu, engine: EmbeddedEngine, parts: Any, update_bytes: int, counts: Sequence[int] = (5, 6, 4, 1)
+    gpu: FakeGpu, *updates: int, counts: Sequence[int] = (5, 6, 4, 1), can_free_memory: bool = False
 ) -> list[int]:
     """Captures of the rollouts of steps, whose updates take so many bytes and change the weights in place."""
-    captures = []
-    for n in counts:
+    parts, captures = tiny("qwen3_vl"), []
+    engine = make_engine(parts, TOKENS, can_free_memory=can_free_memory, **PAGED)
+    for update_bytes, n in zip(updates, cycle(counts), strict=False):
         before = gpu.captures
         together = roll_out(engine, n)
         captures.append(gpu.captures - before)
@@ -99,33 +101,30 @@ def captures_of_steps(
         gpu.free -= update_bytes  # torch's allocator holds on to it
         wait_for(engine.wake())
         gpu.free += update_bytes
+    captures.append(gpu.pool_bytes)
     return captures
+
+
+SMALL, LARGE, HUGE = [5 * 10**8] * 4, [8 * 10**8] * 4, [95 * 10**7] * 4
+"""Bytes of the updates of four steps."""
 
 
 def test_graphs_are_captured_once_where_the_pool_fits_beside_the_update(
     gpu: FakeGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parts = tiny("qwen3_vl")
-    captures = captures_of_steps(gpu, make_engine(parts, TOKENS, **PAGED), parts, update_bytes=5 * 10**8)
     # 15 rows, 18 rows, and 12 after a second update that was measured without the pool
-    assert captures == [2, 3, 2, 0]
+    assert captures_of_steps(gpu, *SMALL)[:-1] == [2, 3, 2, 0]
     assert [record.getMessage().partition(", ")[2] for record in caplog.records] == [
         "which is freed for the update",
         "which stays during updates, with the CUDA graphs",
     ]
 
 
-@pytest.mark.parametrize(
-    ("update_bytes", "counts", "captures"),
-    [(5 * 10**8, (6, 5, 4, 6), [3, 0, 0, 0]), (95 * 10**7, (6, 6, 6, 6), [3, 0, 3, 3])],
-)
-def test_a_pool_that_an_update_can_free_stays_unless_the_first_update_leaves_too_little(
-    gpu: FakeGpu, update_bytes: int, counts: tuple[int, ...], captures: list[int]
-) -> None:
-    parts = tiny("qwen3_vl")
-    engine = make_engine(parts, TOKENS, can_free_memory=True, **PAGED)
-    assert captures_of_steps(gpu, engine, parts, update_bytes, counts) == captures
-    assert bool(gpu.pool_bytes) == (captures[-1] == 0)
+def test_a_pool_that_an_update_can_free_stays_unless_the_first_update_leaves_too_little(gpu: FakeGpu) -> None:
+    *captures, pool_bytes = captures_of_steps(gpu, *SMALL, counts=(6, 5, 4, 6), can_free_memory=True)
+    assert captures == [3, 0, 0, 0]
+    assert pool_bytes
+    assert captures_of_steps(gpu, *HUGE, counts=(6, 6, 6, 6), can_free_memory=True) == [3, 0, 3, 3, 0]
 
 
 def test_an_update_without_memory_frees_the_pool_and_goes_on(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,26 +195,20 @@ def test_a_sleeping_engine_frees_its_copies_with_its_memory(gpu: FakeGpu) -> Non
 
 def test_the_pool_is_freed_for_an_update_that_needs_its_memory(gpu: FakeGpu) -> None:
     """Without a search for cycles of references, which Python makes when it likes to."""
-    parts = tiny("qwen3_vl")
     gc.disable()
     try:
-        captures = captures_of_steps(gpu, make_engine(parts, TOKENS, **PAGED), parts, update_bytes=8 * 10**8)
-        assert (captures, gpu.pool_bytes) == ([2, 3, 2, 1], 0)
+        assert captures_of_steps(gpu, *LARGE) == [2, 3, 2, 1, 0]
     finally:
         gc.enable()
 
 
 def test_a_pool_that_no_longer_fits_beside_an_update_is_freed(gpu: FakeGpu) -> None:
-    parts = tiny("qwen3_vl")
-    engine = make_engine(parts, TOKENS, **PAGED)
-    assert captures_of_steps(gpu, engine, parts, update_bytes=5 * 10**8)[-1] == 0
-    assert captures_of_steps(gpu, engine, parts, update_bytes=95 * 10**7) == [0, 1, 2, 1]
+    assert captures_of_steps(gpu, *SMALL, *HUGE)[3:-1] == [0, 0, 1, 2, 1]
 
 
 def test_an_update_without_signal_is_no_measure(gpu: FakeGpu) -> None:
     """It takes next to nothing, and the one after it what all others do."""
-    parts = tiny("qwen3_vl")
-    engine = make_engine(parts, TOKENS, **PAGED)
+    engine = make_engine(PARTS, TOKENS, **PAGED)
     for update_bytes in (0, 8 * 10**8, 0, 0):
         roll_out(engine, n=5)
         wait_for(engine.sleep())

@@ -135,19 +135,14 @@ def test_files_of_a_weight_sync_can_be_read_by_whoever_can_read_its_folder(tmp_p
     assert file.stat().st_mode & 0o444 == folder.stat().st_mode & 0o444
 
 
-class Engine:
-    """vLLM behind the middleware: a weight sync is loaded, or refused as that of another run."""
-
-    def __init__(self, *, is_refused: bool = False) -> None:
-        self.is_refused = is_refused
-
-    async def collective_rpc(self, _method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
-        return [{"problem": "another run"} if self.is_refused else {"arrived": args[0]}]
-
-
 def test_an_answer_that_was_begun_before_other_weights_came_is_refused() -> None:
     """The weight sync comes while a request waits in the engine, past the first check; other methods are not called."""
-    engine = Engine()
+    is_refused = False
+
+    async def collective_rpc(_method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        return [{"problem": "another run"} if is_refused else {"arrived": args[0]}]
+
+    engine = SimpleNamespace(collective_rpc=collective_rpc)
     vllm = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
 
     async def amid(_scope: Message, _receive: Receive, send: Send) -> None:
@@ -164,11 +159,12 @@ def test_an_answer_that_was_begun_before_other_weights_came_is_refused() -> None
         return (await answer_of(server, "/generate", x_fovea_sync=name))[0]
 
     async def use() -> None:
+        nonlocal is_refused
         assert await load("run-1/0", "save_sharded_state") == 403
         assert await generate("run-1/0") == 409
         assert await load("run-1/0") == 200
         assert [await generate("run-1/0"), await generate("run-1/0")] == [409, 409]
-        engine.is_refused = True
+        is_refused = True
         assert await generate("run-2/0") == 200
 
     wait_for(use())
