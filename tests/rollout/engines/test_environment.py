@@ -68,7 +68,8 @@ def test_more_tokens_than_the_model_has_positions_for_are_refused(tmp_path: Path
 def test_another_number_of_merged_patches_than_the_engine_merges_is_refused(tmp_path: Path) -> None:
     """As SmolVL's 4 x 4: vLLM would end by a bare AssertionError where it loads the merger."""
     parts = tiny("qwen2_vl")
-    parts.network.config.vision_config.spatial_merge_size = 4
+    vision = parts.network.config.vision_config
+    vision.spatial_merge_size = 4
     with pytest.raises(ConfigError, match=rf"merges 4 x 4 patches into a visual token, and {TITLE} .* 2 x 2"):
         start(parts, tmp_path)
 
