@@ -316,7 +316,7 @@ def rollout(
     ],
     ids=["training", "evaluation", "all needs", "mixed"],
 )
-@pytest.mark.parametrize("syncs", [1, 5])
+@pytest.mark.parametrize("syncs", [1, 3])
 def test_a_rollout_waits_once_a_sync_and_twice_for_what_ended(
     family: str, samplings: list[Sampling], syncs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,7 @@ def test_gradients_equal_transformers_on_whole_conversations(pair: Pair) -> None
     assert difference(gradients(pair.twin.network), found) < 1e-5
 
 
-@pytest.mark.parametrize("cache", [{}, PAGED], ids=["dense", "paged"])
+@pytest.mark.parametrize("cache", [{}, pytest.param(PAGED, marks=pytest.mark.slow)], ids=["dense", "paged"])
 @pytest.mark.parametrize(
     "pair",
     [
@@ -130,10 +130,10 @@ def test_the_picture_after_a_turn_moves_what_follows_and_nothing_before(pair: Pa
         end = start + len(turn.completion.token_ids_T)
         spans.append((start, end))
     for place in range(1, TURNS):
-        kind = type("Exchanged", (Gallery,), {"exchanged": place})
+        kind = type("Exchanged", (Gallery,), {"exchanged": place, "max_turns": place + 1})
         (other,) = ten_turns(pair.parts, make_engine(pair.parts, **cache), kind)
         for one, two in zip(group.episodes, other.episodes, strict=True):
-            for a, b in list(zip(one.tokens, two.tokens, strict=True))[:place]:
+            for a, b in zip(one.tokens[:place], two.tokens[:place], strict=True):
                 np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
                 np.testing.assert_array_equal(a.completion.logprobs_T, b.completion.logprobs_T)
             a, b = one.tokens[place].completion, two.tokens[place].completion

@@ -22,7 +22,7 @@ from fovea.models.trainable import choose_trainable, factored_weights, trainable
 from fovea.models.vlm import VLM
 from fovea.models.weights_to_sync import WeightToSync, weights_to_sync
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.types import Completion, Request, Sampling, Shape, Weights
+from fovea.types import Completion, Sampling, Shape, Weights
 from fovea.weights import sync as sync_module
 from fovea.weights.base import SyncReport, WeightReceiver, WeightSync
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
@@ -219,10 +219,8 @@ SERVERS = Config.model_validate(
 
 
 def draw(engine: Any) -> Sequence[Completion]:
-    sampling = Sampling(max_new_tokens=8, seed=3)
-    prompts = enumerate(mixed_prompts(tiny("qwen3_vl")))
-    requests = [Request(id=str(i), prompt=prompt, sampling=sampling, n=2) for i, prompt in prompts]
-    return [completion for request in requests for completion in wait_for(engine.generate(request))]
+    groups = generate(engine, mixed_prompts(tiny("qwen3_vl")), [Sampling(max_new_tokens=8, seed=3)] * 3, n=2)
+    return [completion for group in groups for completion in group]
 
 
 class Copied(NamedTuple):
@@ -316,22 +314,6 @@ def test_the_engines_of_ranks_that_train_sleep_without_weights(tmp_path: Path) -
     assert not same(first["drawn after"], first["drawn"])
 
 
-class TwoNamesOfOneTensor:
-    """An engine whose weight a is overwritten by what it gets for b."""
-
-    def own_weights(self) -> Weights:
-        shared = torch.zeros(4)
-        return [("a", shared), ("b", shared)]
-
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        raise AssertionError("weights that differ were loaded")
-
-
-def a_and_b() -> list[WeightToSync]:
-    tensors = {"a": torch.ones(4), "b": torch.arange(4.0)}
-    return [WeightToSync(name=name, parameter=tensor) for name, tensor in tensors.items()]
-
-
 def syncs(sync: WeightSync, number: int) -> list[Any]:
     """Reports of so many syncs, or the error of one."""
     try:
@@ -372,9 +354,11 @@ def learner_or_engine(rank: int, folder: Path) -> None:
             found[case] = {"reports": reports, "weights": dict(factored_weights(parts.network))}
         else:
             found[case] = sent(Broadcast(group), CASES[case])
-    for case, target in (("other names", make_engine(tiny("qwen3_vl"))), ("broken", TwoNamesOfOneTensor())):
+    broken = Engine(a=FOUR, b=FOUR[:3])
+    for case, target in (("other names", make_engine(tiny("qwen3_vl"))), ("broken", broken)):
         take = ReceivedWeights(group, NetworkCopy(target))
-        found[case] = syncs(take if rank else WeightSender(a_and_b, [Broadcast(group)]), 1)[0]
+        found[case] = syncs(take if rank else sender(Broadcast(group)), 1)[0]
+    assert broken.version == -1, "not loaded"
     servers = Stream()
     found["servers"] = (
         {"reports": syncs(ReceivedWeights(group, servers), 2), "names": servers.names}
