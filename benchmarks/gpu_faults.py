@@ -135,7 +135,7 @@ FAULTS = (
         file="fovea/rollout/vllm/arguments.py",
         before='"device_ids": gpus,',
         after='"device_ids": None,',
-        tests="tests/rollout/vllm/test_engine.py::test_each_process_gives_vllm_its_own_gpu",
+        tests="tests/rollout/vllm/test_engine.py::test_each_process_gives_vllm_its_own_gpus",
         environment=".venv-vllm",
     ),
     Fault(

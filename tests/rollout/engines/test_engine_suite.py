@@ -22,7 +22,7 @@ from tests.rollout.engine_suite import (
     check_samples_of_two_syncs,
     prompts_of,
 )
-from tests.rollout.engines.serving import served_by, serving, stream, tiny_for
+from tests.rollout.engines.under_test import served_by, serving, stream, tiny_for
 from tests.rollout.two_turns import batch_of, drawn_and_checked, whole_logprobs
 from tests.tiny_models import with_deepstack
 

@@ -17,8 +17,7 @@ from benchmarks.names import main
 from fovea.rollout.server import ModelServer
 from fovea_gym.errors import ConfigError
 from gym_tests.tables import table
-from tests.rollout.engines.serving import start
-from tests.rollout.engines.under_test import NAME, under_test
+from tests.rollout.engines.under_test import NAME, start, under_test
 from tests.tiny_models import save, tiny
 
 SAID = "a file of the working directory"

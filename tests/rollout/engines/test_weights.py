@@ -17,8 +17,7 @@ from fovea.types import Shape
 from fovea.weights import sync as sync_module
 from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import TOLERANCE, Served, ask, begun, check_draws, prompts_of, slow
-from tests.rollout.engines.serving import served_by, stream, tiny_for
-from tests.rollout.engines.under_test import under_test
+from tests.rollout.engines.under_test import served_by, stream, tiny_for, under_test
 
 Q_PROJ = "model.language_model.layers.0.self_attn.q_proj.weight"
 TITLE = under_test().title

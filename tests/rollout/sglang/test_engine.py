@@ -26,7 +26,7 @@ from gym_tests.tables import table
 from tests.process_groups import members
 from tests.rollout.engine_suite import ask, begun, prompts_of, slow
 from tests.rollout.engines.on_sglang import arguments, workers
-from tests.rollout.engines.serving import serving, start, sync, tiny_for
+from tests.rollout.engines.under_test import serving, start, sync, tiny_for
 from tests.tiny_models import tiny
 
 

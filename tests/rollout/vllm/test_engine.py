@@ -20,7 +20,6 @@ from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.errors import EngineError
 from fovea.models.render import as_listed
-from fovea.rollout.checks import gpus_of_engine
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.rollout.vllm.arguments import engine_arguments
 from fovea.rollout.vllm.engine import VllmEngine
@@ -34,8 +33,7 @@ from fovea_tools.plan.plan import make_plan
 from gym_tests.tables import table
 from tests.rollout.engine_suite import LIMIT_TOKENS, EngineSuite, Served
 from tests.rollout.engines.on_vllm import ENGINE, arguments
-from tests.rollout.engines.serving import served_by, start, sync, tiny_for
-from tests.rollout.fake_cuda import FakeCuda
+from tests.rollout.engines.under_test import served_by, start, sync, tiny_for
 from tests.rollout.short_runs import APART, QUICK, TRAINS, check_exact, train
 from tests.runs import SMALL, untimed
 from tests.tiny_models import save, tiny
@@ -53,15 +51,14 @@ def test_the_reason_of_a_refusal_is_told(tmp_path: Path) -> None:
         start(tiny("qwen3_vl"), tmp_path, engine_args={"kv_cache_dtype": "float1"})
 
 
-@table(("own", "workers", "gpus"), [(0, 1, [0]), (3, 1, [3]), (2, 2, [2, 3])])
-def test_each_process_gives_vllm_its_own_gpu(own: int, workers: int, gpus: list[int], tmp_path: Path) -> None:
+@table("gpus", [[0], [3], [2, 3]])
+def test_each_process_gives_vllm_its_own_gpus(gpus: list[int], tmp_path: Path) -> None:
     """As vLLM itself resolves its arguments; by default the workers of every process begin at GPU 0."""
     model = Model(path=str(save(tiny("qwen3_vl"), tmp_path)))
-    found = gpus_of_engine(workers, FakeCuda(own))
-    settings = VllmSettings(tensor_parallel_size=workers)
-    made = engine_arguments(settings, model, max_model_len=100, seed=3, gpus=found)
+    settings = VllmSettings(tensor_parallel_size=len(gpus))
+    made = engine_arguments(settings, model, max_model_len=100, seed=3, gpus=gpus)
     parallel = EngineArgs(**made).create_engine_config().parallel_config
-    assert (parallel.assigned_physical_gpu_ids, parallel.world_size) == (gpus, workers)
+    assert (parallel.assigned_physical_gpu_ids, parallel.world_size) == (gpus, len(gpus))
 
 
 def test_a_weight_sync_of_half_a_fused_weight_is_refused(shared: VllmEngine) -> None:

@@ -29,7 +29,7 @@ from tests.adapters import OTHER_NAMES, rename_tensors, save_adapter
 from tests.hub_models import Loaded, assert_scored
 from tests.reference import reference_logprobs
 from tests.rollout.engine_suite import ask, check_draws, prompts_of
-from tests.rollout.engines.serving import serving
+from tests.rollout.engines.under_test import serving
 from tests.tiny_models import CORPUS, tiny
 
 

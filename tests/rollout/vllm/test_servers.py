@@ -22,7 +22,7 @@ from fovea.rollout.vllm.servers import VllmServers
 from fovea.types import Completion
 from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import LIMIT_TOKENS, TOLERANCE, Served, ServingSuite, ask, equal, prompts_of
-from tests.rollout.engines.serving import served_by, sync
+from tests.rollout.engines.under_test import served_by, sync
 from tests.rollout.serve_command import KEY, KEY_ENV, Serving, serving
 from tests.rollout.short_runs import QUICK, check_exact
 from tests.runs import SMALL, train_here
