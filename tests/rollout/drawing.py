@@ -87,16 +87,21 @@ def together(engine: Engine, requests: Iterable[Request]) -> list[Sequence[Compl
     return wait_for(asked())
 
 
+def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., object]) -> None:
+    """Give `note` the arguments of each call of a function or method from now on."""
+    real = getattr(owner, name)
+
+    def noting(*arguments: Any, **named: Any) -> Any:
+        note(*arguments, **named)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, noting)
+
+
 def noted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every decoding step from now on."""
     seen: list[int] = []
-    real = decode_step.decode
-
-    def spy(weights: Any, shape: Any, hidden: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        seen.append(len(hidden))
-        return real(weights, shape, hidden, *rest, **named)
-
-    monkeypatch.setattr(decode_step, "decode", spy)
+    noted(monkeypatch, decode_step, "decode", lambda _weights, _shape, hidden, *_, **__: seen.append(len(hidden)))
     return seen
 
 
@@ -105,12 +110,12 @@ def noted_turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KeptKeys, int]]:
     kept: list[tuple[KeptKeys, int]] = []
     put = LRUCache.put
 
-    def noted(cache: LRUCache[Any, Any], key: Any, value: Any, size: int) -> None:
+    def putting(cache: LRUCache[Any, Any], key: Any, value: Any, size: int) -> None:
         put(cache, key, value, size)
         if isinstance(value, KeptKeys):
             kept.append((value, len(cache)))
 
-    monkeypatch.setattr(LRUCache, "put", noted)
+    monkeypatch.setattr(LRUCache, "put", putting)
     return kept
 
 
@@ -123,17 +128,6 @@ def keep_turns_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
         memory.kept_tokens = tokens
 
     monkeypatch.setattr(PoolMemory, "size", sized)
-
-
-def noted_init(kind: type, made: list[type]) -> Callable[..., None]:
-    """The constructor of a class, which notes each object in `made`."""
-    init: Callable[..., None] = kind.__init__
-
-    def noted(*arguments: object, **settings: object) -> None:
-        made.append(kind)
-        init(*arguments, **settings)
-
-    return noted
 
 
 def seeded(count: int, **settings: object) -> list[Sampling]:

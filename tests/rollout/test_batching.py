@@ -21,10 +21,9 @@ from fovea.rollout.base import CountsPrefill
 from fovea.rollout.collect import extended
 from fovea.rollout.embedded import paged_cache, prefill, scheduler
 from fovea.rollout.embedded.batch import DecodeBatch
-from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.prefill import prompt_passes
-from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow
+from fovea.rollout.embedded.requests import KeptKeys, RemovedRow
 from fovea.types import Completion, Prompt, Request, Sampling
 from fovea_gym.types import ImageRef
 from fovea_gym.utils.event_loop import wait_for
@@ -35,6 +34,7 @@ from tests.rollout.drawing import (
     keep_turns_of,
     make_engine,
     mixed_requests,
+    noted,
     noted_rows,
     noted_turns,
     plain_engine,
@@ -179,14 +179,9 @@ def largest_tokens() -> int:
 @pytest.fixture
 def preempted(monkeypatch: pytest.MonkeyPatch) -> list[RemovedRow]:
     """The rows that were preempted; admission leaves rows no room to grow, so that many are."""
-    seen, real = list[RemovedRow](), scheduler.resumption
-
-    def noted(row: RemovedRow) -> QueuedRequest:
-        seen.append(row)
-        return real(row)
-
+    seen: list[RemovedRow] = []
     monkeypatch.setattr(paged_cache, "GROWTH_TOKENS", 1)
-    monkeypatch.setattr(scheduler, "resumption", noted)
+    noted(monkeypatch, scheduler, "resumption", seen.append)
     return seen
 
 
@@ -213,14 +208,14 @@ def test_the_youngest_is_preempted(preempted: list[RemovedRow], monkeypatch: pyt
     """As the engine always has a row that is older, the oldest request never waits."""
     prompts, before, remove = mixed_prompts(PARTS)[2:] * 4, list[tuple[str, int]](), DecodeBatch.remove
 
-    def noted(self: DecodeBatch, indices: Sequence[int]) -> list[RemovedRow]:
+    def removing(self: DecodeBatch, indices: Sequence[int]) -> list[RemovedRow]:
         youngest = max((row.request.request.id, row.index) for row in self.rows)
         removed = remove(self, indices)
         if any(not row.stopped and len(row.token_ids_T) < 40 for row in removed):
             before.append(youngest)
         return removed
 
-    monkeypatch.setattr(DecodeBatch, "remove", noted)
+    monkeypatch.setattr(DecodeBatch, "remove", removing)
     engine = make_engine(PARTS, prompts[0].num_tokens + 3 * 40 + 16, **PAGED)
     generate(engine, prompts, seeded(4, max_new_tokens=40), 3)
     assert len(preempted) > 3
@@ -231,13 +226,8 @@ def test_the_youngest_is_preempted(preempted: list[RemovedRow], monkeypatch: pyt
 def test_later_turns_are_preempted_and_find_their_kept_keys_again(
     preempted: list[RemovedRow], monkeypatch: pytest.MonkeyPatch, evicted: bool
 ) -> None:
-    restored, real = list[KeptKeys](), prefill.restore
-
-    def noted(cache: Cache, prompt: int, kept: KeptKeys | None) -> None:
-        restored.extend([] if kept is None else [kept])
-        real(cache, prompt, kept)
-
-    monkeypatch.setattr(prefill, "restore", noted)
+    restored: list[KeptKeys] = []
+    noted(monkeypatch, prefill, "restore", lambda _cache, _prompt, kept: restored.extend([kept] if kept else []))
     roomy = sampled(PARTS, make_engine(PARTS, **PAGED))
     if not evicted:
         keep_turns_of(10**6, monkeypatch)

@@ -41,7 +41,7 @@ from fovea.types import Completion, Request, Sampling
 from fovea.utils.tensor_records import map_tensors
 from gym_tests.tables import table
 from tests.meta_device import META, PretendedDevice
-from tests.rollout.drawing import noted_init, together
+from tests.rollout.drawing import noted, together
 from tests.tiny_models import CPU, mixed_prompts, tiny
 
 SHAPE = HeadShape(CPU, torch.float32, 4, 2, 16)
@@ -326,7 +326,7 @@ def test_a_rollout_waits_once_a_sync_and_twice_for_what_ended(
     """
     made: list[type] = []
     for kind in (GraphStepper, PagedCache):
-        monkeypatch.setattr(kind, "__init__", noted_init(kind, made))
+        noted(monkeypatch, kind, "__init__", lambda self, *_, **__: made.append(type(self)))
     completions, waits = rollout(engine_on_meta(family), requests(*samplings, family=family), syncs)
     assert made == [PagedCache, GraphStepper][:syncs], "as on a GPU; the first sync comes before the first step"
     assert [len(each) for each in completions] == [ROWS] * 3

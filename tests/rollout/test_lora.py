@@ -23,7 +23,7 @@ from fovea.types import Completion, Prompt
 from fovea.weights.sync import SharedWeights
 from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_batch, make_policy
-from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, noted_init, seeded
+from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, noted, seeded
 from tests.tiny_models import CPU, mixed_prompts, tiny
 
 SMALL_RATIO = 5e-4
@@ -118,7 +118,7 @@ def test_graphs_outlive_a_weight_sync_and_read_the_new_adapters(
 ) -> None:
     made: list[type] = []
     for kind in (GraphStepper, PagedCache):
-        monkeypatch.setattr(kind, "__init__", noted_init(kind, made))
+        noted(monkeypatch, kind, "__init__", lambda self, *_, **__: made.append(type(self)))
     parts = with_lora(dtype, 0.3)
     engine, prompts = engine_of(parts, cache="paged"), mixed_prompts(parts)
     policy = make_policy(parts, temperature=1.0, learning_rate=1e-2, lr_warmup_steps=0)

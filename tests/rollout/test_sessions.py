@@ -141,44 +141,32 @@ def test_no_more_sessions_are_open_at_once_than_the_settings_say() -> None:
         assert (len(rollout.episodes), games.most_open, games.open_now) == (10, 3, 0)
 
 
-async def hangs(turns: Sequence[Turn]) -> Any:
-    await asyncio.sleep(600)
-
-
-async def raises(turns: Sequence[Turn]) -> Any:
-    raise KeyError("no such page")
-
-
-async def returns_a_number(turns: Sequence[Turn]) -> Any:
-    return 7
-
-
-def second_reply(reply: Callable[[Sequence[Turn]], Any]) -> Callable[..., Any]:
-    """Replies whose second one in a task is this one."""
+def failing(how: str) -> Callable[..., Any]:
+    """Replies of which the second of a task hangs, raises, or is a number."""
 
     async def on_reply(task: Task, seed: int, turns: Sequence[Turn]) -> Any:
-        return await reply(turns) if task.id == "train/1" and len(turns) == 2 else MORE
+        if task.id != "train/1" or len(turns) != 2:
+            return MORE
+        if how == "hangs":
+            await asyncio.sleep(600)
+        if how == "raises":
+            raise KeyError("no such page")
+        return 7
 
     return on_reply
 
 
 @pytest.mark.parametrize(
-    ("on_reply", "reason", "told"),
+    ("how", "reason", "told"),
     [
-        (second_reply(hangs), "deadline", "Games.reply took more than environment.session.deadline_seconds=0.3"),
-        (second_reply(raises), "reply", r"Games.reply raised KeyError: 'no such page' at .*test_sessions.py:\d+"),
-        (
-            second_reply(returns_a_number),
-            "reply",
-            r"Games.reply returned 7 \(of type int\); return a list of .*Message",
-        ),
+        ("hangs", "deadline", "Games.reply took more than environment.session.deadline_seconds=0.3"),
+        ("raises", "reply", r"Games.reply raised KeyError: 'no such page' at .*test_sessions.py:\d+"),
+        ("returns 7", "reply", r"Games.reply returned 7 \(of type int\); return a list of .*Message"),
     ],
 )
-def test_a_failure_costs_the_episode_is_named_and_the_session_is_closed(
-    on_reply: Callable[..., Any], reason: str, told: str
-) -> None:
+def test_a_failure_costs_the_episode_is_named_and_the_session_is_closed(how: str, reason: str, told: str) -> None:
     for engine in (Echo(), Echo(repeats_in_rounds=True)):
-        games = Games(on_reply)
+        games = Games(failing(how))
         rollout = rolled_out(limited(games, deadline_seconds=0.3), engine=engine)
         assert [group.episodes[0].task.id for group in rollout.groups] == ["train/0", "train/2", "train/3"]
         assert len(rollout.unscored) == 1, "all episodes of one group failed"
@@ -186,7 +174,7 @@ def test_a_failure_costs_the_episode_is_named_and_the_session_is_closed(
         assert rollout.log.metrics()["episodes/failed"] == rollout.log.metrics()[f"episodes/failed_{reason}"] == 2
         assert games.times("close") == [1] * 8
         with pytest.raises(SessionError, match=f"train/1: {told}.*environment.session.on_failure=drop"):
-            rolled_out(limited(Games(on_reply), deadline_seconds=0.3, on_failure="stop"))
+            rolled_out(limited(Games(failing(how)), deadline_seconds=0.3, on_failure="stop"))
 
 
 def test_a_group_trains_on_its_remaining_episodes() -> None:
@@ -225,7 +213,7 @@ def test_an_episode_that_is_left_alone_is_left_out() -> None:
 
 
 def test_a_failed_episode_may_have_a_reward() -> None:
-    rollout = rolled_out(limited(Games(second_reply(raises)), on_failure="reward", failure_reward=-2.0))
+    rollout = rolled_out(limited(Games(failing("raises")), on_failure="reward", failure_reward=-2.0))
     failed = [episode for episode in rollout.episodes if episode.task.id == "train/1"]
     assert [(episode.score.reward, len(episode.turns)) for episode in failed] == [(-2.0, 2)] * 2
     assert rollout.log.metrics()["episodes/failed"] == 2
@@ -284,14 +272,9 @@ def test_what_has_no_state_is_tried_again_and_a_session_only_where_it_asks_for_t
 
 def test_an_episode_ends_before_a_turn_that_might_not_fit() -> None:
     # 1 of the prompt, then 1 of an answer and 2 of a reply each turn
-    for max_tokens, num_turns, end in (
-        (3, 1, "max_tokens"),
-        (4, 1, "max_tokens"),
-        (5, 2, "max_tokens"),
-        (8, 3, "max_turns"),
-    ):
+    for max_tokens, num_turns in ((3, 1), (4, 1), (5, 2), (8, 3)):
         (episode, *_) = rolled_out(limited(Games()), max_tokens=max_tokens).episodes
-        assert (len(episode.turns), episode.end) == (num_turns, end), max_tokens
+        assert (len(episode.turns), episode.end) == (num_turns, "max_turns" if num_turns == 3 else "max_tokens")
         tokens = sum(turn.observation.num_tokens + len(turn.completion.token_ids_T) for turn in episode.tokens)
         assert tokens <= max_tokens or num_turns == 1
 
@@ -324,9 +307,7 @@ def test_a_mixture_hands_sessions_to_its_parts_and_each_part_keeps_its_most_turn
     mixture = Mixture(parts)
     grading = Grading(graders=mixture.graders, parts=tuple(each.grading for each in made.values()))
     rollout = rolled_out(GradedEnvironment(environment=mixture, grading=grading), rows=4, n=2)
-    assert [(episode.task.kind, len(episode.turns), episode.score.reward) for episode in rollout.episodes] == [
-        *[("games", 3, 30.0)] * 2,
-        *[("asks", 2, 2.0)] * 2,
-    ] * 2
+    found = [(episode.task.kind, len(episode.turns), episode.score.reward) for episode in rollout.episodes]
+    assert found == [("games", 3, 30.0), ("games", 3, 30.0), ("asks", 2, 2.0), ("asks", 2, 2.0)] * 2
     assert games.most_open <= 3
     assert games.times("close") == [1] * 4

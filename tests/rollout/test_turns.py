@@ -36,7 +36,7 @@ from gym_tests.images import encoded, noise
 from tests.hub_models import Loaded, moving_difference
 from tests.policies import make_policy, update_gradients
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
-from tests.rollout.drawing import make_engine
+from tests.rollout.drawing import make_engine, noted
 from tests.rollout.two_turns import (
     TURNS,
     Gallery,
@@ -176,13 +176,8 @@ def test_pictures_of_later_turns_are_read_in_their_places(kind: type[LooksTwice]
 
 def test_kept_keys_are_not_prefilled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that go through prefill: prompts and observations once, and the last token of each turn before."""
-    parts, prefilled, part = tiny("qwen3_vl"), list[int](), PrefillRow.part
-
-    def counted(self: PrefillRow, start: int, end: int) -> PrefillRow:
-        prefilled.append(end - start)
-        return part(self, start, end)
-
-    monkeypatch.setattr(PrefillRow, "part", counted)
+    parts, prefilled = tiny("qwen3_vl"), list[int]()
+    noted(monkeypatch, PrefillRow, "part", lambda _row, start, end: prefilled.append(end - start))
     groups = sampled(parts, make_engine(parts))
     turns = [turn for group in groups for episode in group.episodes for turn in episode.tokens[1:]]
     prompts = sum(group.prompt.num_tokens for group in groups)
@@ -194,20 +189,18 @@ def test_requests_that_wait_or_run_hold_no_keys_beyond_the_budget(monkeypatch: p
     parts = tiny("qwen3_vl")
     roomy = sampled(parts, make_engine(parts))
     budget = 2 * longest_tokens(roomy)
-    copied, held = list[weakref.ref[torch.Tensor]](), list[int]()
-    copy, step = PagedCache.copy_row, DecodeBatch.step
+    copied, held, copy = list[weakref.ref[torch.Tensor]](), list[int](), PagedCache.copy_row
 
-    def noted(cache: PagedCache, row: int, tokens: int) -> list[torch.Tensor]:
+    def copying(cache: PagedCache, row: int, tokens: int) -> list[torch.Tensor]:
         layers = copy(cache, row, tokens)
         copied.append(weakref.ref(layers[0]))
         return layers
 
-    def stepped(batch: DecodeBatch, *arguments: Any) -> None:
+    def held_now(*_: Any) -> None:
         held.append(sum(layer.shape[2] for ref in copied if (layer := ref()) is not None))
-        step(batch, *arguments)
 
-    monkeypatch.setattr(PagedCache, "copy_row", noted)
-    monkeypatch.setattr(DecodeBatch, "step", stepped)
+    monkeypatch.setattr(PagedCache, "copy_row", copying)
+    noted(monkeypatch, DecodeBatch, "step", held_now)
     assert_same_turns(roomy, sampled(parts, make_engine(parts, budget, **PAGED)))
     assert 0 < max(held) <= budget
 

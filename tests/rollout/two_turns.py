@@ -21,7 +21,7 @@ from fovea.rollout.base import Engine
 from fovea.rollout.collect import Interaction, collect
 from fovea.samples import make_batch, replace_samples
 from fovea.train.base import Needs
-from fovea.types import Batch, Completion, Group, Prompt, Request, Sample, Sampling
+from fovea.types import Batch, Group, Prompt, Sample, Sampling
 from fovea_gym.environments.base import Environment
 from fovea_gym.environments.shapes.environment import ShapesGrader
 from fovea_gym.examples.shapes_zoom import ShapesZoom, ShapesZoomEnvironment
@@ -31,7 +31,7 @@ from fovea_gym.utils.event_loop import wait_for
 from tests.hub_models import Loaded
 from tests.policies import policy_on, train_settings
 from tests.reference import reference_logprobs
-from tests.rollout.drawing import make_engine, plain_engine
+from tests.rollout.drawing import make_engine, noted, plain_engine
 from tests.tiny_models import image, renderer
 
 TEMPERATURE = 0.9
@@ -153,13 +153,8 @@ def ten_turns(parts: TinyParts, engine: Engine, kind: type[Gallery] = Gallery) -
 
 def drawn_and_checked(parts: TinyParts, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     """A group of two episodes of ten turns, the prompts of whose turns extended each other."""
-    asked, generate = dict[str, Prompt](), engine.generate
-
-    async def noted(request: Request) -> Sequence[Completion]:
-        asked[request.id] = request.prompt
-        return await generate(request)
-
-    monkeypatch.setattr(engine, "generate", noted)
+    asked: dict[str, Prompt] = {}
+    noted(monkeypatch, engine, "generate", lambda request: asked.update({request.id: request.prompt}))
     groups = ten_turns(parts, engine)
     samples = batch_of(groups).samples
     assert [len(sample.images) for sample in samples] == [TURNS - 1] * 2

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
 
 from fovea.config.model import Lora, Model
 from fovea.errors import EngineError
@@ -16,6 +14,7 @@ from fovea.models.weights_to_sync import merged_weights_to_sync
 from fovea.types import Shape
 from fovea.weights import sync as sync_module
 from fovea_gym.utils.event_loop import wait_for
+from tests.rollout.drawing import noted
 from tests.rollout.engine_suite import TOLERANCE, Served, ask, begun, check_draws, prompts_of, slow
 from tests.rollout.engines.under_test import served_by, stream, tiny_for, under_test
 
@@ -95,13 +94,8 @@ def test_a_weight_sync_that_breaks_off_leaves_an_engine_that_refuses_requests(se
 
 def test_no_more_than_a_bucket_is_kept_beside_the_weights(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_module, "BUCKET_BYTES", 1)
-    engine, taken = cast(Any, served.engine), list[int]()
-
-    def take(bucket: Sequence[tuple[str, Tensor]]) -> None:
-        taken.append(len(bucket))
-        type(engine).receive_weights(engine, bucket)
-
-    monkeypatch.setattr(engine, "receive_weights", take)
+    taken: list[int] = []
+    noted(monkeypatch, served.engine, "receive_weights", lambda bucket: taken.append(len(bucket)))
     served.sync(23)
     assert taken == [1] * len(shapes_of(served))
 
