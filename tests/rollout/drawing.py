@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fovea.models.activation_tape import Tape
 from fovea.models.plain import PlainVLM
