@@ -106,14 +106,6 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_have_probability() -> No
     assert draw_rows(logits, u, [Sampling(max_new_tokens=1)] * 2)[0].tolist() == [1, 2]
 
 
-def test_greedy_and_sampled_rows_share_a_batch() -> None:
-    logits = random_logits(2)
-    samplings = [Sampling(max_new_tokens=1, temperature=0), Sampling(max_new_tokens=1)]
-    tokens, logprobs = draw_rows(logits, torch.tensor([0.99, 0.0], dtype=torch.float64), samplings)
-    assert tokens.tolist() == [int(logits[0].argmax()), 0]
-    torch.testing.assert_close(logprobs[0], logits[0].log_softmax(-1).max())
-
-
 def test_uniforms_depend_on_seed_and_place_alone() -> None:
     np.testing.assert_array_equal(uniforms(5, 8, 16)[:3], uniforms(5, 3, 16))
     assert not np.array_equal(uniforms(5, 1, 16), uniforms(6, 1, 16))
@@ -157,18 +149,14 @@ def test_many_draws_pass_a_chi_square_test() -> None:
 
 
 def test_rows_of_every_kind_share_a_batch() -> None:
-    kinds: list[dict[str, float]] = [
-        {},
-        {"temperature": 0},
-        {"temperature": 0.6, "top_k": 7},
-        {"top_p": 0.8},
-        {"temperature": 1.7, "min_p": 0.05},
-        {"top_k": 30, "top_p": 0.9, "min_p": 0.01},
-    ]
-    samplings = [Sampling(max_new_tokens=1, **kind) for kind in kinds] * 20  # type: ignore[arg-type]
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"temperature": 0.6, "top_k": 7}, {"top_p": 0.8}]
+    kinds += [{"temperature": 1.7, "min_p": 0.05}, {"top_k": 30, "top_p": 0.9, "min_p": 0.01}]
+    samplings = [Sampling(max_new_tokens=1, **kind) for kind in kinds] * 20
     logits, banned = random_logits(len(samplings), 900), (3, 77, 898, 899)
     u = torch.from_numpy(uniforms(2, 1, len(samplings))[0])
     tokens, logprobs = draw_rows(logits, u, samplings, banned)
+    likeliest = logits.index_fill(1, torch.tensor(banned), -torch.inf).argmax(-1)
+    assert torch.equal(tokens[:: len(kinds)], likeliest[:: len(kinds)]), "greedy rows"
     for row, sampling in enumerate(samplings):
         alone, logprob = draw_rows(logits[row : row + 1], u[row : row + 1], [sampling], banned)
         scaled = logits[row : row + 1] / (sampling.temperature or 1)
@@ -229,16 +217,10 @@ def cut(whole: Completion, end: AnswerEnd, tokenizer: PreTrainedTokenizerBase) -
     return whole
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        make_engine,
-        partial(make_engine, decode_steps_per_wait=5),
-        partial(make_engine, cache="paged", page_tokens=4),
-        plain_engine,
-    ],
-    ids=["dense", "waits rarely", "paged", "plain"],
-)
+RARELY, PAGED = partial(make_engine, decode_steps_per_wait=5), partial(make_engine, cache="paged", page_tokens=4)
+
+
+@pytest.mark.parametrize("make", [make_engine, RARELY, PAGED, plain_engine], ids=["dense", "rarely", "paged", "plain"])
 def test_completions_are_the_untouched_ones_cut_at_the_token_that_closes_the_answer(make: Callable[..., Any]) -> None:
     parts, ends = boxing(), (BOX, TAG, THOUGHT)
     prompts = [prompt for prompt in mixed_prompts(parts) for _ in ends]

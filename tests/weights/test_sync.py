@@ -253,9 +253,8 @@ def test_a_sleeping_copy_holds_only_what_no_weight_sync_brings(case: str) -> Non
     awake = live_bytes()
     wait_for(engine.sleep())
     assert live_bytes() <= awake - of_trained, "and the key-value cache"
-    assert sum(weight.untyped_storage().nbytes() for weight in network.parameters()) == (
-        sum(weight.nbytes for weight in network.parameters()) - of_trained
-    )
+    held = sum(weight.untyped_storage().nbytes() for weight in network.parameters())
+    assert held == sum(weight.nbytes for weight in network.parameters()) - of_trained
     assert wait_for(sync.sync(1)).bytes_copied == of_trained, "a sleep costs no more transfers"
     wait_for(engine.wake())
     assert same(draw(engine), before)
@@ -360,11 +359,10 @@ def learner_or_engine(rank: int, folder: Path) -> None:
         found[case] = syncs(take if rank else sender(Broadcast(group)), 1)[0]
     assert broken.version == -1, "not loaded"
     servers = Stream()
-    found["servers"] = (
-        {"reports": syncs(ReceivedWeights(group, servers), 2), "names": servers.names}
-        if rank
-        else sent(Broadcast(group), CASES["frozen tower"], SERVERS)
-    )
+    if rank:
+        found["servers"] = {"reports": syncs(ReceivedWeights(group, servers), 2), "names": servers.names}
+    else:
+        found["servers"] = sent(Broadcast(group), CASES["frozen tower"], SERVERS)
     torch.save(found, folder / str(rank))
 
 
