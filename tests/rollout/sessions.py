@@ -82,7 +82,6 @@ class Rollout:
     groups: Sequence[Group]
     unscored: Sequence[str]
     log: SessionLog
-    ids: Sequence[str]
 
     @property
     def episodes(self) -> list[Episode]:
@@ -126,6 +125,6 @@ def rolled_out(
     made: GradedEnvironment, rows: int = 4, n: int = 2, *, engine: Echo | None = None, max_tokens: int | None = None
 ) -> Rollout:
     """As `sampled`, with what was left out."""
-    unscored, log, echo = list[str](), SessionLog(), engine or Echo()
-    groups = wait_for(sampled(made, echo, rows, n, max_tokens=max_tokens, unscored=unscored, log=log))
-    return Rollout(groups=groups, unscored=unscored, log=log, ids=echo.ids)
+    unscored, log = list[str](), SessionLog()
+    groups = wait_for(sampled(made, engine or Echo(), rows, n, max_tokens=max_tokens, unscored=unscored, log=log))
+    return Rollout(groups=groups, unscored=unscored, log=log)
