@@ -85,7 +85,7 @@ COVERS: dict[str, tuple[str, ...]] = {
         *("gym/fovea_gym/adapters/mcp.py", "gym/fovea_gym/utils/launch.py", "gym/fovea_gym/utils/event_loop.py"),
         *("tests/warm*.py", "tests/cluster", "tests/processes", "tests/weights", "tests/rollout/fake_*.py"),
         *("tests/benchmarks/test_kills.py", "tests/environments/custom/test_processes.py"),
-        *("tests/rollout/test_remote_engine.py", "tests/rollout/test_engine_process.py"),
+        "tests/rollout/test_engine_process.py",
         *("tests/test_ended_runs.py", "tests/test_runs.py", "gym/gym_tests/adapters/test_mcp.py"),
     ),
     "browser": (

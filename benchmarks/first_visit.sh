@@ -62,7 +62,7 @@ part 3-train 90 "$py" -m fovea train shapes "model.device=$device" warmup.max_st
   evaluate.before_training=false evaluate.image_controls=false environment.dev_size=8 environment.test_size=8 \
   log.progress=false "run_dir=$run/run"
 cp "$run/run/metrics.jsonl" "$run/run/profile/phases.txt" "$out/"
-part 4-tests 60 "$py" -m pytest -m gpu -q -p no:cacheprovider tests/rollout/test_cuda_graphs.py \
+part 4-tests 60 "$py" -m pytest -m gpu -q -p no:cacheprovider tests/rollout/test_gpu_decoding.py \
   tests/models/test_token_logprobs.py tests/train/test_optimizer.py tests/models/test_kernels_liger.py
 echo "$failed parts failed; $SECONDS s in all"
 [ "$failed" -eq 0 ]

@@ -23,9 +23,9 @@ LOG = "pytest.log"
 KERNEL = "fovea/rollout/embedded/paged_triton.py"
 TRIAL = "fovea/rollout/embedded/paged_attention.py"
 CACHE = "fovea/rollout/embedded/paged_cache.py"
-TWIN = "tests/rollout/test_paged_attention.py::test_the_kernel_equals_its_plain_twin"
-PAGED = "tests/rollout/test_paged_attention.py"
-PREEMPTION = "tests/rollout/test_preemption.py::test_preempted_completions_are_those_of_an_engine_with_room"
+TWIN = "tests/rollout/test_gpu_decoding.py::test_the_kernel_equals_its_plain_twin"
+PAGED = "tests/rollout/test_gpu_decoding.py"
+PREEMPTION = "tests/rollout/test_batching.py::test_preempted_completions_are_those_of_an_engine_with_room"
 SEGMENTS = "tests/cli/test_options.py::test_segments_of_gpu_memory_grow_where_no_engine_opens_them"
 
 
@@ -55,7 +55,7 @@ FAULTS = (
         file="fovea/rollout/embedded/tuning.py",
         before="return paged_refusal(heads_of(shape, device, dtype), page_tokens)",
         after='return "torch wants both or neither"',
-        tests="tests/rollout/test_device_waits.py",
+        tests="tests/rollout/test_gpu_decoding.py",
     ),
     Fault(
         name="the trial has one row, which hides errors in further rows",
@@ -121,7 +121,7 @@ FAULTS = (
         file="fovea/rollout/embedded/scheduler.py",
         before="youngest = max(range(len(batch))",
         after="youngest = min(range(len(batch))",
-        tests="tests/rollout/test_preemption.py::test_the_youngest_is_preempted",
+        tests="tests/rollout/test_batching.py::test_the_youngest_is_preempted",
     ),
     Fault(
         name="a preempted completion goes on with the random numbers of another token",
@@ -135,7 +135,7 @@ FAULTS = (
         file="fovea/rollout/vllm/arguments.py",
         before='"device_ids": gpus,',
         after='"device_ids": None,',
-        tests="tests/rollout/vllm/test_arguments.py::test_each_process_gives_vllm_its_own_gpu",
+        tests="tests/rollout/vllm/test_engine.py::test_each_process_gives_vllm_its_own_gpus",
         environment=".venv-vllm",
     ),
     Fault(
@@ -157,14 +157,14 @@ FAULTS = (
         file="fovea/utils/checksum.py",
         before="awaited(torch.stack([hashes[place] for place in places])).tolist()",
         after="[int(awaited(hashes[place])) for place in places]",
-        tests="tests/weights/test_base.py::test_a_weight_sync_reads_the_device_once_for_all_tensors",
+        tests="tests/weights/test_sync.py::test_a_weight_sync_reads_the_device_once_for_all_tensors",
     ),
     Fault(
         name="a wait reads lengths that are not needed",
         file="fovea/rollout/embedded/batch.py",
         before="        if self._rows_with_stop:\n            lengths",
         after="        if True:\n            lengths",
-        tests="tests/rollout/test_decode_waits.py::test_a_sync_reads_which_rows_have_finished_and_no_more",
+        tests="tests/rollout/test_gpu_decoding.py::test_a_rollout_waits_once_a_sync_and_twice_for_what_ended",
     ),
     Fault(
         name="gradients of the head are rounded to 16 bits after each chunk",

@@ -1,18 +1,22 @@
-"""Workers that hang: stopped processes, and ranks that never come to a collective call."""
+"""Processes that hang, ranks that never come to a collective call, and what the sessions of a killed run have left."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from threading import Event
+from typing import Any
 
 import psutil
 import pytest
@@ -27,7 +31,9 @@ from fovea.metrics.log import read_metrics
 from fovea.processes.calls import Call
 from fovea.processes.heartbeat import BEATS_PER_TIMEOUT, Silence, Watch, beating
 from fovea.processes.serving import CallerConnection
+from fovea.processes.session_processes import MARK, end_left_processes, session_environment
 from fovea_gym.errors import ClusterError
+from fovea_gym.processes.ending import running
 from fovea_gym.utils.event_loop import wait_for
 from tests.cluster.torchrun_runs import LONG, processes_of, rank_of, settings, torchrun
 from tests.process_groups import members
@@ -39,15 +45,12 @@ PATIENCE = timedelta(seconds=600)
 """Of processes that are to end otherwise."""
 
 
-def test_a_silence_lasts_from_the_last_message() -> None:
+def test_a_silence_lasts_from_the_last_message_without_the_time_in_which_the_driver_itself_was_stopped() -> None:
+    """It has yet to read what came meanwhile, for which it has the whole timeout."""
     silence = Silence(1.0, now=100.0)
     assert [silence.seconds(now) for now in range(101, 112)] == [*range(1, 12)]
     silence.heard(111.5)
     assert [silence.seconds(now) for now in range(112, 115)] == [0.5, 1.5, 2.5]
-
-
-def test_the_time_in_which_the_driver_itself_was_stopped_is_no_silence() -> None:
-    """It has yet to read what came meanwhile, for which it has the whole timeout."""
     silence = Silence(1.0, now=100.0)
     assert [silence.seconds(now) for now in (500.0, 501.0, 502.0)] == [0.0, 1.0, 2.0]
     slow = Silence(1.0, now=100.0)
@@ -93,10 +96,8 @@ def test_a_worker_that_computes_for_long_is_left_alone_and_a_stopped_one_is_kill
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(answer), 1.5 * TIMEOUT_SECONDS)
         process.send_signal(signal.SIGSTOP)
-        with pytest.raises(
-            ClusterError,
-            match=r"rank 1 hangs: for cluster\.heartbeat_timeout_seconds=2\.0 nothing .*, in policy\.update",
-        ):
+        message = r"rank 1 hangs: for cluster\.heartbeat_timeout_seconds=2\.0 nothing .*, in policy\.update"
+        with pytest.raises(ClusterError, match=message):
             await answer
         await handle.close()
 
@@ -108,17 +109,12 @@ def test_a_worker_that_computes_for_long_is_left_alone_and_a_stopped_one_is_kill
         time.sleep(0.05)
 
 
-def test_a_watch_that_has_ended_is_quiet() -> None:
-    silent = Event()
-    watch = Watch(0.2, silent.set)
-    watch.end()
+def test_a_watch_that_has_ended_is_quiet_and_beats_end_with_the_line() -> None:
+    silent, sent = Event(), list[bytes]()
+    Watch(0.2, silent.set).end()
     assert not silent.wait(0.6)
     Watch(0.2, silent.set)
     assert silent.wait(10)
-
-
-def test_beats_end_with_the_line() -> None:
-    sent: list[bytes] = []
 
     def send(message: bytes) -> None:
         sent.append(message)
@@ -164,8 +160,7 @@ def test_a_rank_that_never_comes_ends_the_collective_call_of_the_others(tmp_path
 class Failing:
     """A worker's end whose call ends with an error after a while."""
 
-    image_bytes = 0
-    sent_bytes = 0
+    image_bytes = sent_bytes = 0
 
     def __init__(self, error: Exception, seconds: float) -> None:
         self._error, self._seconds = error, seconds
@@ -185,10 +180,12 @@ class Failing:
 def test_of_the_errors_of_a_collective_call_the_cause_is_raised() -> None:
     call = Call(method="policy.update")
     follows, cause = Failing(LostRankError("another rank has left"), 0.0), Failing(ClusterError("the cause"), 0.2)
-    with pytest.raises(ClusterError, match=r"^the cause$"):
-        wait_for(call_each([(follows, call), (cause, call)]))
-    with pytest.raises(LostRankError, match="another rank has left"):
-        wait_for(call_each([(follows, call), (follows, call)]))
+    for other, kind, message in (
+        (cause, ClusterError, "^the cause$"),
+        (follows, LostRankError, "another rank has left"),
+    ):
+        with pytest.raises(kind, match=message):
+            wait_for(call_each([(follows, call), (other, call)]))
 
 
 @pytest.mark.slow
@@ -196,9 +193,8 @@ def test_of_the_errors_of_a_collective_call_the_cause_is_raised() -> None:
 def test_a_stopped_worker_of_a_run_ends_it(tmp_path: Path) -> None:
     """The driver waits in a collective call meanwhile, in which it can do nothing."""
     words = [*settings("recipes/shapes.yaml", tmp_path, *LONG), "cluster.heartbeat_timeout_seconds=10"]
-    with Popen(
-        torchrun("train", *words), cwd=ROOT, env=environment(), stdout=DEVNULL, stderr=PIPE, text=True
-    ) as process:
+    pipes: dict[str, Any] = {"stdout": DEVNULL, "stderr": PIPE, "text": True}
+    with Popen(torchrun("train", *words), cwd=ROOT, env=environment(), **pipes) as process:
         while len(read_metrics(tmp_path)) < 2:
             assert process.poll() is None, process.communicate()
             time.sleep(0.1)
@@ -207,3 +203,66 @@ def test_a_stopped_worker_of_a_run_ends_it(tmp_path: Path) -> None:
         _, err = process.communicate(timeout=120)
     assert "the worker process of rank 1 hangs: for cluster.heartbeat_timeout_seconds=10" in err
     assert processes_of(tmp_path) == []
+
+
+RUN = """
+import subprocess, sys, time
+from fovea.processes.session_processes import session_environment
+# a session's process with one of its own, in a session that no signal to the run's group reaches
+shell, pipe = ["sh", "-c", "sleep 600 & echo $!; wait"], {"stdout": subprocess.PIPE, "text": True}
+session = subprocess.Popen(shell, env=session_environment(), start_new_session=True, **pipe)
+# in one piece: two processes that write to one pipe may do so amid each other's lines
+print(session.stdout.readline() + str(session.pid), flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def run() -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
+    """A run with a session of two processes, and their ids."""
+    process = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    session = {int(process.stdout.readline()) for _ in range(2)}
+    try:
+        yield process, session
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        for pid in session & pids():
+            os.kill(pid, signal.SIGKILL)
+
+
+def pids() -> set[int]:
+    return {process.pid for process in running()}
+
+
+def wait_until(ended: set[int]) -> bool:
+    deadline = time.monotonic() + 30
+    while ended & pids() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not ended & pids()
+
+
+def test_processes_of_a_run_that_was_killed_are_ended() -> None:
+    with run() as (process, session):
+        end_left_processes()
+        assert session <= pids(), "those of a run that goes on are left alone"
+        process.kill()  # SIGKILL: no handler, no `close`
+        # nobody has reaped it yet, as in a container without an init
+        assert wait_until({process.pid})
+        assert session <= pids()
+        assert end_left_processes() >= 2
+        assert wait_until(session)
+
+
+def test_what_is_no_mark_ends_nothing() -> None:
+    for mark in ("", "{}", "[1", '{"host": 1, "pid": "x", "started": null}', '{"host": "a", "pid": -1, "started": ""}'):
+        environment = {**session_environment(), MARK: mark}
+        process = subprocess.Popen(["sleep", "600"], env=environment)
+        try:
+            end_left_processes()
+            assert process.poll() is None, mark
+        finally:
+            process.kill()
+            process.wait()

@@ -13,8 +13,7 @@ import pytest
 
 from fovea.rollout import server_pool
 from gym_tests.chat_server import Endpoint, endpoints
-from tests.rollout.engines.serving import serving, tiny_for
-from tests.rollout.engines.under_test import ENGINES, NAME
+from tests.rollout.engines.under_test import ENGINES, NAME, serving, tiny_for
 
 HERE = Path(__file__).parent
 # not even imported without their engine: these modules import it

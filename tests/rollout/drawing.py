@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fovea.models.activation_tape import Tape
 from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
+from fovea.rollout.base import Engine
 from fovea.rollout.embedded import decode_step
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.memory import PoolMemory
@@ -70,27 +70,37 @@ def generate(
 ) -> list[Sequence[Completion]]:
     """All requests at once."""
     counts = [n] * len(prompts) if isinstance(n, int) else n
+    requests = [
+        Request(id=str(i), prompt=p, sampling=s, n=k, for_update=for_update)
+        for i, (p, s, k) in enumerate(zip(prompts, samplings, counts, strict=True))
+    ]
+    return together(engine, requests)
 
-    async def all_of_them() -> list[Sequence[Completion]]:
-        requests = (
-            Request(id=str(i), prompt=p, sampling=s, n=k, for_update=for_update)
-            for i, (p, s, k) in enumerate(zip(prompts, samplings, counts, strict=True))
-        )
+
+def together(engine: Engine, requests: Iterable[Request]) -> list[Sequence[Completion]]:
+    """Completions of all requests, made at once."""
+
+    async def asked() -> list[Sequence[Completion]]:
         return await asyncio.gather(*map(engine.generate, requests))
 
-    return wait_for(all_of_them())
+    return wait_for(asked())
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., object]) -> None:
+    """Give `note` the arguments of each call of a function or method from now on."""
+    real = getattr(owner, name)
+
+    def noting(*arguments: Any, **named: Any) -> Any:
+        note(*arguments, **named)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, noting)
 
 
 def noted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every decoding step from now on."""
     seen: list[int] = []
-    real = decode_step.decode
-
-    def spy(weights: Any, shape: Any, hidden: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        seen.append(len(hidden))
-        return real(weights, shape, hidden, *rest, **named)
-
-    monkeypatch.setattr(decode_step, "decode", spy)
+    noted(monkeypatch, decode_step, "decode", lambda _weights, _shape, hidden, *_, **__: seen.append(len(hidden)))
     return seen
 
 
@@ -99,12 +109,12 @@ def noted_turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KeptKeys, int]]:
     kept: list[tuple[KeptKeys, int]] = []
     put = LRUCache.put
 
-    def noted(cache: LRUCache[Any, Any], key: Any, value: Any, size: int) -> None:
+    def putting(cache: LRUCache[Any, Any], key: Any, value: Any, size: int) -> None:
         put(cache, key, value, size)
         if isinstance(value, KeptKeys):
             kept.append((value, len(cache)))
 
-    monkeypatch.setattr(LRUCache, "put", noted)
+    monkeypatch.setattr(LRUCache, "put", putting)
     return kept
 
 
@@ -139,10 +149,11 @@ def mixed_requests(parts: TinyParts, count: int = 9) -> tuple[list[Prompt], list
     return (mixed_prompts(parts) * 3)[:count], samplings[:count]
 
 
-def same(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
+def same(first: Sequence[Completion], second: Sequence[Completion], atol: float = LOGPROB_TOLERANCE) -> bool:
+    """True if two groups are the same, up to rounding of log-probs."""
     return all(
         a.token_ids_T.tolist() == b.token_ids_T.tolist()
         and (a.text, a.finish) == (b.text, b.finish)
-        and np.allclose(a.logprobs_T, b.logprobs_T, atol=LOGPROB_TOLERANCE)
+        and np.allclose(a.logprobs_T, b.logprobs_T, atol=atol)
         for a, b in zip(first, second, strict=True)
     )

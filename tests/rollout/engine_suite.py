@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,12 @@ from fovea_gym.utils.event_loop import wait_for
 from gym_tests.images import from_array
 from tests.records import text_prompt
 from tests.reference import reference_logprobs
+from tests.rollout.drawing import same, together
 from tests.tiny_models import image, renderer, user
 
 TOLERANCE = 2e-5
 """Of log-probs in float32: two orders of summation."""
+equal = partial(same, atol=TOLERANCE)
 LIMIT_TOKENS = 1000
 """Longest prompt with its completion that an engine is made for here."""
 
@@ -43,12 +46,7 @@ class Served:
     sync: Callable[[int], None]
 
     def generate(self, *requests: Request) -> list[Sequence[Completion]]:
-        """Completions of all requests, made at once."""
-
-        async def together() -> list[Sequence[Completion]]:
-            return await asyncio.gather(*map(self.engine.generate, requests))
-
-        return wait_for(together())
+        return together(self.engine, requests)
 
     def largest_difference(self, request: Request, completions: Sequence[Completion]) -> float:
         """Largest difference between the engine's log-probs and those of transformers."""
@@ -67,6 +65,14 @@ def ask(name: str, prompt: Prompt, n: int = 1, **sampling: object) -> Request:
 def slow(name: str, prompt: Prompt) -> Request:
     """A request that still runs when the next call of a busy machine arrives."""
     return ask(name, prompt, n=4, max_new_tokens=200)
+
+
+async def begun(engine: Engine, request: Request) -> asyncio.Task[Sequence[Completion]]:
+    """A request that the engine has begun."""
+    drawing = asyncio.ensure_future(engine.generate(request))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return drawing
 
 
 def prompts_of(parts: TinyParts) -> list[Prompt]:
@@ -90,19 +96,18 @@ def check_samples_of_two_syncs(served: Served) -> None:
 
 
 def check_draws(served: Served, version: int) -> None:
-    """That completions of unequal prompts, sampled at once, have the log-probs of the model's weights."""
+    """That completions of unequal prompts, sampled at once, have the log-probs of the weights of this sync."""
     requests = [ask(f"{version}/{index}", prompt, n=2) for index, prompt in enumerate(prompts_of(served.parts))]
-    for request, completions in zip(requests, served.generate(*requests), strict=True):
+    for completions in check(served, *requests):
+        assert {completion.version for completion in completions} == {version}
+
+
+def check(served: Served, *requests: Request) -> list[Sequence[Completion]]:
+    """Completions of all requests, which have transformers' log-probs."""
+    groups = served.generate(*requests)
+    for request, completions in zip(requests, groups, strict=True):
         assert served.largest_difference(request, completions) < TOLERANCE
-
-
-def equal(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
-    """True if two groups are the same, up to rounding."""
-    return all(
-        (a.token_ids_T.tolist(), a.text, a.finish) == (b.token_ids_T.tolist(), b.text, b.finish)
-        and np.allclose(a.logprobs_T, b.logprobs_T, atol=TOLERANCE)
-        for a, b in zip(first, second, strict=True)
-    )
+    return groups
 
 
 class EngineSuite:
@@ -112,9 +117,8 @@ class EngineSuite:
             ask(f"mixed/{temperature}/{index}", prompt, n=4, temperature=temperature)
             for index, prompt in enumerate(prompts_of(served.parts))
         ]
-        for request, completions in zip(requests, served.generate(*requests), strict=True):
+        for request, completions in zip(requests, check(served, *requests), strict=True):
             assert [c.id for c in completions] == [f"{request.id}/{number}" for number in range(4)]
-            assert served.largest_difference(request, completions) < TOLERANCE
             sampled = {tuple(c.token_ids_T.tolist()) for c in completions}
             assert len(sampled) == (4 if temperature else 1)
 
@@ -128,8 +132,7 @@ class EngineSuite:
             assert len(prompt.images) == 2
             request = ask(f"{answer.id}/turn2", prompt)
             later.append(Request(id=request.id, prompt=prompt, sampling=request.sampling, continues=answer.id))
-        for request, completions in zip(later, served.generate(*later), strict=True):
-            assert served.largest_difference(request, completions) < TOLERANCE
+        check(served, *later)
 
     def test_200_pictures_that_differ_in_one_pixel_are_200(self, served: Served) -> None:
         """One question, whose pictures no cache may take for each other."""
@@ -141,9 +144,7 @@ class EngineSuite:
             prompt = render.prompt(user(ImageRef(source=pixels), "How many circles?"))
             requests.append(ask(f"pixel/{place}", prompt, temperature=1.0, max_new_tokens=2))
         assert len({each.prompt.images[0].key for each in requests}) == 200
-        answers = [completions for (*completions,) in served.generate(*requests)]
-        for request, completions in zip(requests, answers, strict=True):
-            assert served.largest_difference(request, completions) < TOLERANCE
+        answers = check(served, *requests)
         exchanged = zip(requests, [*answers[1:], answers[0]], strict=True)
         gaps = [served.largest_difference(request, completions) for request, completions in exchanged]
         assert min(gaps) > TOLERANCE, "another picture gives other log-probs"
@@ -219,8 +220,7 @@ class EngineSuite:
             assert len(ids) == num_tokens
             return text_prompt(ids)
 
-        request = ask("longest", of_length(LIMIT_TOKENS - 8), max_new_tokens=8)
-        assert served.largest_difference(request, served.generate(request)[0]) < TOLERANCE
+        check(served, ask("longest", of_length(LIMIT_TOKENS - 8), max_new_tokens=8))
         with pytest.raises(EngineError, match=r"needs 1001|needs 1008"):
             served.generate(ask("longer", of_length(LIMIT_TOKENS - 7), max_new_tokens=8))
 
@@ -228,8 +228,7 @@ class EngineSuite:
         render = Renderer(served.parts.processor, from_array, max_pixels=64 * 64)
         prompt = render.prompt(user(image(5, 200, 240), "How many circles?"))
         assert prompt.images[0].num_tokens <= 16
-        request = ask("large image", prompt, n=2)
-        assert served.largest_difference(request, served.generate(request)[0]) < TOLERANCE
+        check(served, ask("large image", prompt, n=2))
 
     def test_of_200_requests_at_once_none_is_lost_or_doubled(self, served: Served) -> None:
         prompts = prompts_of(served.parts)
@@ -251,10 +250,9 @@ class EngineSuite:
             wait_for(served.engine.sleep())
             served.sync(version)
             wait_for(served.engine.wake())
-            groups = served.generate(*requests)
-            for request, group, old in zip(requests, groups, before, strict=True):
+            groups = check(served, *requests)
+            for group, old in zip(groups, before, strict=True):
                 assert {c.version for c in group} == {version}
-                assert served.largest_difference(request, group) < TOLERANCE
                 assert not np.allclose(group[0].logprobs_T[0], old[0].logprobs_T[0], atol=1e-3)
             before = groups
 
@@ -262,9 +260,7 @@ class EngineSuite:
         request = slow("asleep", prompts_of(served.parts)[1])
 
         async def nap() -> None:
-            drawing = asyncio.ensure_future(served.engine.generate(request))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            drawing = await begun(served.engine, request)
             with pytest.raises(EngineError, match="sleep"):
                 await served.engine.sleep()
             await drawing
@@ -304,20 +300,11 @@ class ServingSuite(EngineSuite):
         def sampled() -> list[Completion]:
             return [completion for group in served.generate(*requests) for completion in group]
 
-        assert min(lengths_of(sampled())) < 60
-        change_translator(served, monkeypatch, min_new_tokens=60)
+        assert min(len(completion.token_ids_T) for completion in sampled()) < 60
+        engine: Any = served.engine
+        monkeypatch.setattr(engine, "translator", replace(engine.translator, min_new_tokens=60))
         completions = sampled()
-        assert min(lengths_of(completions)) >= 60
+        assert min(len(completion.token_ids_T) for completion in completions) >= 60
         for completion in completions:
             assert not np.isin(completion.token_ids_T[:59], served.parts.processor.stop_ids).any()
         assert any(completion.finish == "stop" for completion in completions), "stop tokens are sampled afterwards"
-
-
-def lengths_of(completions: Sequence[Completion]) -> list[int]:
-    return [len(completion.token_ids_T) for completion in completions]
-
-
-def change_translator(served: Served, monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
-    """Have the engine make requests as with these settings of `rollout.engine`."""
-    engine: Any = served.engine
-    monkeypatch.setattr(engine, "translator", replace(engine.translator, **settings))

@@ -20,6 +20,7 @@ from fovea.errors import EngineError
 from fovea.rollout.server import check_idle
 from fovea.types import Completion, Request, Shape
 from fovea.wiring.other_environment import main
+from tests.records import completion_of
 
 FOR_EVER, DEADLY, STRANGE = "for ever", "deadly", "strange"
 """Ids of requests that are answered by nothing, by the end of the process, and by an error that is not Fovea's."""
@@ -75,14 +76,8 @@ class FakeEngine:
         }
         sums_T = np.array(self._sums, dtype=np.float32)
         version = -1 if self._version is None else self._version
-        return Completion(
-            id=request.id,
-            token_ids_T=np.arange(len(sums_T)),
-            logprobs_T=sums_T,
-            text=texts[request.id]() if request.id in texts else "",
-            finish="stop",
-            version=version,
-        )
+        text = texts[request.id]() if request.id in texts else ""
+        return completion_of(range(len(sums_T)), id=request.id, logprobs_T=sums_T, text=text, version=version)
 
     async def sleep(self) -> None:
         check_idle("sleep was called", self._num_running)

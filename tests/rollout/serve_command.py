@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tests.rollout.short_runs import LIMIT_SECONDS, heed_ctrl_c
 from tests.runs import ROOT, command, environment
 
@@ -40,8 +42,10 @@ class Serving:
         return said
 
     def processes(self) -> set[int]:
-        """The processes that the command has started."""
-        return processes_below(self.process.pid)
+        """The processes that the command has started; none once it has ended."""
+        with suppress(psutil.NoSuchProcess):
+            return {each.pid for each in psutil.Process(self.process.pid).children(recursive=True)}
+        return set()
 
     def suspend(self) -> None:
         """SIGSTOP for the command and all that it has started: it takes requests, and answers none of them."""
@@ -61,8 +65,7 @@ class Serving:
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+        return int(free.getsockname()[1])
 
 
 @contextmanager
@@ -84,10 +87,3 @@ def serving(
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(LIMIT_SECONDS)
-
-
-def processes_below(pid: int) -> set[int]:
-    """All descendants of a process; none of one that has ended."""
-    file = Path(f"/proc/{pid}/task/{pid}/children")
-    children = file.read_text().split() if file.exists() else []
-    return {int(child) for child in children}.union(*(processes_below(int(child)) for child in children))

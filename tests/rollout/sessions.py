@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fovea.config.run import Config
 from fovea.data.prompt_source import PromptedTask
@@ -63,7 +64,7 @@ class Scores:
     """A session that scores its episode."""
 
     def reply(self, turns: Sequence[Turn]) -> list[Message]:
-        return [Message(role="user", parts=("go on",))]
+        return MORE
 
     def score(self, turns: Sequence[Turn]) -> Score:
         return Score(reward=4.0, accuracy=1.0, turns=(1.0, 3.0))
@@ -81,7 +82,6 @@ class Rollout:
     groups: Sequence[Group]
     unscored: Sequence[str]
     log: SessionLog
-    ids: Sequence[str]
 
     @property
     def episodes(self) -> list[Episode]:
@@ -96,7 +96,7 @@ def limited(user: object, settings: Mapping[str, object] | None = None, **sessio
 
 async def sampled(
     made: GradedEnvironment,
-    engine: Echo,
+    engine: Any,
     rows: int = 4,
     n: int = 2,
     *,
@@ -109,7 +109,7 @@ async def sampled(
     tasks = made.environment.tasks("train")[:rows]
     prompted = [PromptedTask(task=task, prompt=render.prompt(made.environment.prompt(task))) for task in tasks]
     return await collect(
-        engine,  # type: ignore[arg-type]
+        engine,
         Interaction(environment=made.environment, grading=made.grading, renderer=render, max_tokens=max_tokens),
         prompted,
         sampling=Sampling(max_new_tokens=1),
@@ -125,6 +125,6 @@ def rolled_out(
     made: GradedEnvironment, rows: int = 4, n: int = 2, *, engine: Echo | None = None, max_tokens: int | None = None
 ) -> Rollout:
     """As `sampled`, with what was left out."""
-    unscored, log, echo = list[str](), SessionLog(), engine or Echo()
-    groups = wait_for(sampled(made, echo, rows, n, max_tokens=max_tokens, unscored=unscored, log=log))
-    return Rollout(groups=groups, unscored=unscored, log=log, ids=echo.ids)
+    unscored, log = list[str](), SessionLog()
+    groups = wait_for(sampled(made, engine or Echo(), rows, n, max_tokens=max_tokens, unscored=unscored, log=log))
+    return Rollout(groups=groups, unscored=unscored, log=log)

@@ -6,8 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from fovea.metrics.log import read_metrics
@@ -43,27 +42,10 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen[str]) -> None:
-    while len(rows(run_dir)) < steps:
-        assert process.poll() is None, "the run has ended"
-        time.sleep(0.01)
-
-
-def rows(run_dir: Path) -> Sequence[dict[str, float]]:
-    return read_metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else []
-
-
 def comparable(run_dir: Path) -> list[dict[str, float]]:
     """Metrics but for times, for what depends on the number of processes, and for differences that are rounding."""
-    left_out = (
-        "transfer/images",
-        "transfer/requests",
-        "transfer/engines",
-        "balance/",
-        "mismatch",
-        "weights_checksum",
-        "reused",
-    )
+    sent = ("transfer/images", "transfer/requests", "transfer/engines")
+    left_out = (*sent, "balance/", "mismatch", "weights_checksum", "reused")
     return [{key: x for key, x in row.items() if not key.startswith(left_out)} for row in untimed(run_dir)]
 
 

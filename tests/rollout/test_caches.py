@@ -24,10 +24,10 @@ from fovea.rollout.embedded.dense_cache import FIRST_TOKENS, DenseCache, KeyValu
 from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, MAX_ROWS, PagedCache, gathered_attention
 from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.tuning import PAGE_TOKENS
-from fovea.types import Prompt, Request, Sampling
+from fovea.types import Request, Sampling
 from fovea_gym.utils.event_loop import wait_for
 from tests.records import text_prompt
-from tests.rollout.drawing import generate, make_engine, mixed_requests
+from tests.rollout.drawing import generate, make_engine, mixed_requests, seeded
 from tests.tiny_models import tiny
 from tests.tools.plan.published import RECIPES
 
@@ -97,12 +97,15 @@ class Rows:
             query, key, value = self.random(rows, 6, 8), self.random(rows, 2, 8), self.random(rows, 2, 8)
             out = attend(layer, query, key, value)
             for row in range(rows):
-                self.keys[row][layer] = torch.cat([self.keys[row][layer], key[row, :, None]], 1)
-                self.values[row][layer] = torch.cat([self.values[row][layer], value[row, :, None]], 1)
+                self.note(row, layer, key, value)
                 k, v = (x[row][layer].float().repeat_interleave(3, 0) for x in (self.keys, self.values))
                 expected = F.scaled_dot_product_attention(query[row, :, None].float(), k, v)[:, 0]
                 torch.testing.assert_close(out[row].float(), expected, atol=TOLERANCE[self.dtype], rtol=0)
         self.stored = [count + 1 for count in self.stored]
+
+    def note(self, row: int, layer: int, key: Tensor, value: Tensor) -> None:
+        for copies, new in ((self.keys, key), (self.values, value)):
+            copies[row][layer] = torch.cat([copies[row][layer], new[row, :, None]], 1)
 
     def remove(self, *ended: int) -> None:
         self.cache.remove(ended)
@@ -145,20 +148,16 @@ def test_an_ended_row_that_goes_on_harms_nobody(kind: str) -> None:
             key, value = rows.random(3, 2, 8), rows.random(3, 2, 8)
             attend(layer, rows.random(3, 6, 8), key, value)
             for row in (0, 2):  # what they wrote is what the step below must find
-                rows.keys[row][layer] = torch.cat([rows.keys[row][layer], key[row, :, None]], 1)
-                rows.values[row][layer] = torch.cat([rows.values[row][layer], value[row, :, None]], 1)
+                rows.note(row, layer, key, value)
     rows.stored = [5, 5, 5]
     rows.remove(1)
     rows.step()
 
 
-def test_a_request_costs_its_worst_case() -> None:
+def test_requests_cost_their_worst_case_and_slots_are_admitted_by_it() -> None:
     assert make_cache("dense").cost(request(10, 2, 7)) == 10 + 2 * 7
     # pages of 4: 2 full ones, 2 rows with 2 + 7 tokens
     assert make_cache("paged").cost(request(10, 2, 7)) == 4 * (2 + 2 * 3)
-
-
-def test_slots_are_admitted_by_their_worst_case() -> None:
     cache = make_cache("dense", num_tokens=2 * 10 + 5 * 7)
     assert cache.fits([request(10, 2, 7), request(6, 3, 5)])
     cache.add([request(10, 2, 7)])
@@ -174,10 +173,8 @@ def test_states_of_rows_are_admitted_as_the_tokens_that_take_as_much_memory() ->
     assert cache.states is not None
     cache.states.begin([None])
     cache.states.branch([2])
-    held = [x for each in cache.states.copy_row(0) for x in (each.tail_RKC, each.memory_RVDF)]
-    tokens = -(
-        -sum(x.nbytes for x in held) // (2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * width)
-    )
+    held = sum(x.nbytes for each in cache.states.copy_row(0) for x in (each.tail_RKC, each.memory_RVDF))
+    tokens = -(-held // (2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * width))
     assert tokens > 7
     assert cache.cost(request(10, 2, 7)) == 10 + 2 * (7 + tokens)
     tight = DenseCache(shape, torch.empty(0), num_tokens=10 + 2 * (7 + tokens))
@@ -261,8 +258,7 @@ def test_room_for_tokens_grows_by_doubling(sizes: list[list[tuple[int, int]]]) -
     cache.add([request(4, 2, 300)])
     for stored in range(300):
         cache.step(torch.tensor([stored, stored]), stored, level=True)
-    rooms = [each[1][1] for each in sizes if len(each) == 2]
-    assert sorted(set(rooms)) == [64, 128, 256, 300]
+    assert sorted({each[1][1] for each in sizes if len(each) == 2}) == [64, 128, 256, 300]
 
 
 def test_pages_are_all_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,32 +290,16 @@ def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_
     sizes: list[list[tuple[int, int]]],
 ) -> None:
     parts = tiny("qwen2_vl")
-    engine = make_engine(parts, 8000)
-
-    def prompt(tokens: int) -> Prompt:
-        return text_prompt(np.arange(tokens) % 200)
-
-    async def all_of_them() -> None:
-        calls = [
-            engine.generate(Request(id=f"short/{i}", prompt=prompt(20), sampling=Sampling(max_new_tokens=16, seed=i)))
-            for i in range(220)
-        ]
-        calls += [
-            engine.generate(Request(id=f"long/{i}", prompt=prompt(700), sampling=Sampling(max_new_tokens=16, seed=i)))
-            for i in range(10)
-        ]
-        await asyncio.gather(*calls)
-
-    wait_for(all_of_them())
+    prompts = [text_prompt(np.arange(tokens) % 200) for tokens in [20] * 220 + [700] * 10]
+    generate(make_engine(parts, 8000), prompts, seeded(230, max_new_tokens=16), n=1)
     assert max(sum(rows * room for rows, room in each) for each in sizes) < 2 * 8000
 
 
-def test_the_last_live_rows_fill_the_holes() -> None:
-    moves = fill_holes(6, [1, 4])
-    assert (moves.sources, moves.targets, moves.count) == ((5,), (1,), 4)
-    rows = list("abcdef")
+def test_the_last_live_rows_fill_the_holes_and_room_doubles() -> None:
+    moves, rows = fill_holes(6, [1, 4]), list("abcdef")
     moves.in_list(rows)
-    assert rows == list("afcd")
+    assert (moves.sources, moves.targets, moves.count, rows) == ((5,), (1,), 4, list("afcd"))
+    assert [grown_capacity(0, 3), grown_capacity(3, 3), grown_capacity(3, 4), grown_capacity(3, 50)] == [3, 3, 6, 50]
 
 
 @given(st.integers(1, 40).flatmap(lambda count: st.tuples(st.just(count), st.sets(st.integers(0, count - 1)))))
@@ -329,7 +309,3 @@ def test_whatever_ends_the_rest_stays(case: tuple[int, set[int]]) -> None:
     moves.in_list(rows)
     assert sorted(rows) == sorted(set(range(count)) - ended)
     assert len(moves.sources) <= len(ended)
-
-
-def test_room_doubles() -> None:
-    assert [grown_capacity(0, 3), grown_capacity(3, 3), grown_capacity(3, 4), grown_capacity(3, 50)] == [3, 3, 6, 50]

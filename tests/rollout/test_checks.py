@@ -9,12 +9,31 @@ import torch
 
 from fovea.rollout.checks import check_family, fitting_length, gpus_of_engine, keeping_gpu
 from fovea_gym.errors import ConfigError
-from tests.rollout.fake_cuda import FakeCuda
 from tests.tiny_models import tiny
 
 
+class FakeCuda:
+    """`torch.cuda` in a process that has one of four GPUs: its current device and those before it, in order."""
+
+    def __init__(self, own: int) -> None:
+        self.devices = [own]
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 4
+
+    def current_device(self) -> int:
+        return self.devices[-1]
+
+    def set_device(self, device: int) -> None:
+        self.devices.append(device)
+
+
 def test_an_engine_gets_the_gpus_from_that_of_its_process_on() -> None:
-    assert [gpus_of_engine(number, FakeCuda(2)) for number in (1, 2)] == [[2], [2, 3]]
+    found = [gpus_of_engine(number, FakeCuda(own)) for own, number in ((0, 1), (3, 1), (2, 1), (2, 2))]
+    assert found == [[0], [3], [2], [2, 3]]
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3, but the process on GPU 2 sees 4 GPUs.*lower it"):
         gpus_of_engine(3, FakeCuda(2))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -20,12 +21,14 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.linears import Int8Linears, OneDnnLinears, can_use_onednn
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
-from fovea.types import Request, Sampling
+from fovea.types import Completion, Request, Sampling
 from fovea_gym.errors import OutOfMemoryError
 from fovea_gym.utils.event_loop import wait_for
+from gym_tests.tables import table
 from tests.reference import model_inputs, reference_logprobs
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
-from tests.tiny_models import CPU, FAMILIES, mixed_prompts, renderer, tiny, user
+from tests.rollout.engine_suite import begun
+from tests.tiny_models import CPU, FAMILIES, mixed_prompts, tiny, tower_passes
 
 
 def test_greedy_equals_transformers_generate(parts: TinyParts) -> None:
@@ -58,39 +61,29 @@ def test_a_request_does_not_feel_what_runs_beside_it(parts: TinyParts) -> None:
         Sampling(max_new_tokens=5, seed=2, temperature=0.5, top_k=9),
         Sampling(max_new_tokens=11, seed=3, top_p=0.8, min_p=0.01, stop=("e",)),
     ]
-    alone = [generate(make_engine(parts), [p], [s], n=3)[0] for p, s in zip(prompts, samplings, strict=True)]
+    alone = [generate(make_engine(parts), [p], [s], n=5)[0] for p, s in zip(prompts, samplings, strict=True)]
     together = generate(make_engine(parts), prompts * 3, samplings * 3, n=3)
     for index, group in enumerate(together):
-        assert same(group, alone[index % 3])
-
-
-def test_completions_of_a_group_are_those_of_a_smaller_group(parts: TinyParts) -> None:
-    prompt, sampling = mixed_prompts(parts)[0], Sampling(max_new_tokens=8, seed=5)
-    eight, three = (generate(make_engine(parts), [prompt], [sampling], n)[0] for n in (8, 3))
-    assert same(eight[:3], three)
+        assert same(group, alone[index % 3][:3]), "nor how many completions its group has"
 
 
 def test_each_image_and_prompt_is_run_once(parts: TinyParts) -> None:
-    engine, prompts = make_engine(parts), mixed_prompts(parts)
-    patches: list[int] = []
-    tower = parts.network.get_submodule("model.visual")
-    tower.register_forward_pre_hook(lambda _module, args: patches.append(len(args[0])))
-    generate(engine, prompts, seeded(3, max_new_tokens=6), n=8)
+    prompts, patches = mixed_prompts(parts), tower_passes(VLM(parts.network, parts.processor.banned_ids))
+    generate(make_engine(parts), prompts, seeded(3, max_new_tokens=6), n=8)
     distinct = {image.key: len(image.tensors["pixel_values"]) for prompt in prompts for image in prompt.images}
     assert patches == [sum(distinct.values())]
 
 
 def test_weights_are_shared_not_copied_and_follow_the_trainer() -> None:
-    parts = tiny("qwen3_vl")
-    engine, prompt = make_engine(parts), mixed_prompts(tiny("qwen3_vl"))[0]
-    greedy = Sampling(max_new_tokens=10, temperature=0)
-    before = generate(engine, [prompt], [greedy], n=1)[0][0]
+    parts, greedy = tiny("qwen3_vl"), [Sampling(max_new_tokens=10, temperature=0)]
+    engine, prompts = make_engine(parts), mixed_prompts(parts)[:1]
+    before = generate(engine, prompts, greedy, n=1)
     with torch.no_grad():
         for parameter in parts.network.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    after = generate(engine, [prompt], [greedy], n=1)[0][0]
-    expected = generate(make_engine(parts), [prompt], [greedy], n=1)[0][0]
-    assert before.token_ids_T.tolist() != after.token_ids_T.tolist() == expected.token_ids_T.tolist()
+    after, expected = (generate(each, prompts, greedy, n=1) for each in (engine, make_engine(parts)))
+    assert same(after[0], expected[0])
+    assert before[0][0].token_ids_T.tolist() != after[0][0].token_ids_T.tolist()
 
 
 def test_weights_of_another_process_are_copied_into_the_vision_tower() -> None:
@@ -102,12 +95,6 @@ def test_weights_of_another_process_are_copied_into_the_vision_tower() -> None:
     assert all(same(a, b) for a, b in zip(generate(engine, prompts, greedy, n=1), expected, strict=True))
 
 
-def test_a_request_beyond_the_budget_says_what_to_change() -> None:
-    parts = tiny("qwen3_vl")
-    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=50; raise it, or lower rollout"):
-        generate(make_engine(parts, 50), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=30)], n=8)
-
-
 def test_an_engine_without_weights_says_so_to_every_caller() -> None:
     parts = tiny("qwen3_vl")
     engine = EmbeddedEngine(VLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=10_000)
@@ -115,39 +102,39 @@ def test_an_engine_without_weights_says_so_to_every_caller() -> None:
         generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=3), n=2)
 
 
-def test_new_weights_while_drawing_are_refused() -> None:
+def test_an_engine_that_draws_takes_no_new_weights_and_can_be_closed() -> None:
     parts = tiny("qwen3_vl")
-    engine, prompt = make_engine(parts), renderer(parts).prompt(user("x"))
+    request = Request(id="r", prompt=mixed_prompts(parts)[2], sampling=Sampling(max_new_tokens=50), n=2)
 
-    async def load_in_the_middle() -> None:
-        drawing = asyncio.ensure_future(
-            engine.generate(Request(id="r", prompt=prompt, sampling=Sampling(max_new_tokens=50), n=2))
-        )
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+    async def in_the_middle() -> None:
+        engine = make_engine(parts)
+        drawing = await begun(engine, request)
         with pytest.raises(EngineError, match="await them first"):
             engine.load_weights(dict(merged_weights(parts.network)), version=8)
         await drawing
+        drawing = await begun(engine, request)
+        await engine.close()
+        with pytest.raises((EngineError, asyncio.CancelledError)):
+            await drawing
 
-    wait_for(load_in_the_middle())
+    wait_for(in_the_middle())
 
 
 def test_a_stop_string_that_the_last_allowed_token_completes_counts_as_stop() -> None:
     parts = tiny("qwen3_vl")
-    prompt = mixed_prompts(parts)[2]
-    free = generate(make_engine(parts), [prompt], [Sampling(max_new_tokens=6, seed=4)], n=8)[0]
+
+    def drawn(*stop: str) -> Sequence[Completion]:
+        return generate(make_engine(parts), mixed_prompts(parts)[2:], seeded(1, max_new_tokens=6, stop=stop), n=8)[0]
+
+    free = drawn()
     whole = next(c for c in free if c.finish == "length" and c.text.count(c.text[-1]) == 1 and c.text[-1].isprintable())
-    column = list(free).index(whole)
-    stop = whole.text[-1]
-    cut = generate(make_engine(parts), [prompt], [Sampling(max_new_tokens=6, seed=4, stop=(stop,))], n=8)[0][column]
+    cut = drawn(whole.text[-1])[list(free).index(whole)]
     assert (cut.text, len(cut.token_ids_T), cut.finish) == (whole.text[:-1], 6, "stop")
 
 
 def test_int8_decoding_is_close_and_its_logprobs_are_those_it_drew_from() -> None:
-    parts = tiny("qwen2_5_vl")
-    engine = make_engine(parts, int8_decoding=True)
-    prompts = mixed_prompts(parts)
-    differences = []
+    parts, differences = tiny("qwen2_5_vl"), []
+    engine, prompts = make_engine(parts, int8_decoding=True), mixed_prompts(parts)
     for exact in (False, True):
         groups = generate(engine, prompts, seeded(3, max_new_tokens=12, exact=exact), n=4)
         sampled = [(p, completion) for p, group in zip(prompts, groups, strict=True) for completion in group]
@@ -159,7 +146,7 @@ def test_int8_decoding_is_close_and_its_logprobs_are_those_it_drew_from() -> Non
     assert exact.max() < LOGPROB_TOLERANCE, "what is not trained on, an evaluation, is sampled exactly"
 
 
-@pytest.mark.parametrize("rows", [1, 2, 33])
+@table("rows", [1, 2, 33])
 def test_int8_linears_are_off_by_no_more_than_their_rounding(rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
     layers = [Factors(torch.randn(n, 48, generator=generator), torch.randn(n, generator=generator)) for n in (5, 64)]
@@ -189,7 +176,7 @@ def test_packed_decoding_changes_nothing_that_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 7, 32, 100])
+@table("rows", [1, 7, 32, 100])
 def test_packed_linears_equal_plain_ones(rows: int, dtype: torch.dtype) -> None:
     if not can_use_onednn(torch.empty(0, dtype=dtype)):
         pytest.skip("oneDNN has no bfloat16 products for this CPU")
@@ -210,7 +197,7 @@ def test_packed_linears_equal_plain_ones(rows: int, dtype: torch.dtype) -> None:
     assert torch.equal(tape.read(0, LinearGroup.QKV, slice(None), torch.arange(rows)), torch.cat(outs, dim=1))
 
 
-@pytest.mark.parametrize(
+@table(
     ("rows", "width", "dtype", "faster"),
     [
         (64, 256, torch.float32, True),
@@ -237,49 +224,3 @@ def test_a_rollout_that_runs_out_of_memory_names_its_settings_and_the_engine_goe
         generate(engine, prompts, [Sampling(max_new_tokens=2**45)], n=1)
     ((completion,),) = generate(engine, prompts, [Sampling(max_new_tokens=2)], n=1)
     assert len(completion.token_ids_T) <= 2
-
-
-SAMPLING = Sampling(max_new_tokens=20, seed=5)
-SWITCHES = 200
-"""Of the event loop; a completion of 20 tokens takes about as many as it has tokens."""
-
-
-def request(parts: TinyParts) -> Request:
-    return Request(id="r", prompt=mixed_prompts(parts)[0], sampling=SAMPLING, n=2)
-
-
-async def switch(times: int) -> None:
-    for _ in range(times):
-        await asyncio.sleep(0)
-
-
-def test_an_engine_that_sleeps_takes_no_request_until_it_wakes() -> None:
-    parts = tiny("qwen3_vl")
-    engine = make_engine(parts, cache="pages", page_tokens=16)
-
-    async def nap() -> int:
-        before = await engine.generate(request(parts))
-        await engine.sleep()
-        assert not engine.free_memory(), "the pages are the update's"
-        with pytest.raises(EngineError, match="asleep; call wake first"):
-            await engine.generate(request(parts))
-        await engine.wake()
-        after = await engine.generate(request(parts))
-        assert same(before, after)
-        return len(after)
-
-    assert wait_for(nap()) == 2
-
-
-def test_an_engine_that_draws_can_be_closed() -> None:
-    parts = tiny("qwen3_vl")
-
-    async def close_in_the_middle() -> None:
-        engine = make_engine(parts)
-        drawing = asyncio.ensure_future(engine.generate(request(parts)))
-        await switch(3)
-        await engine.close()
-        with pytest.raises((EngineError, asyncio.CancelledError)):
-            await drawing
-
-    wait_for(close_in_the_middle())

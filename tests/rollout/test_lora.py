@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +19,11 @@ from fovea.rollout.embedded.linears import OneDnnLinears, PlainLinears, can_use_
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
-from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Completion, Prompt
 from fovea.weights.sync import SharedWeights
 from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_batch, make_policy
-from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, seeded
+from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, noted, seeded
 from tests.tiny_models import CPU, mixed_prompts, tiny
 
 SMALL_RATIO = 5e-4
@@ -47,46 +46,36 @@ def with_lora(dtype: torch.dtype, ratio: float, family: str = "qwen3_vl", **sett
     return parts
 
 
-def engine_of(parts: TinyParts, **tuning: object) -> EmbeddedEngine:
-    settings = Tuning(**tuning)  # type: ignore[arg-type]
-    return EmbeddedEngine(
-        VLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=10_000, tuning=settings
-    )
-
-
-def policy_of(parts: TinyParts) -> TorchPolicy:
-    return make_policy(parts, temperature=1.0, learning_rate=1e-2, lr_warmup_steps=0)
+def engine_of(parts: TinyParts, **tuning: Any) -> EmbeddedEngine:
+    """An engine on the tensors of the policy, adapters beside the weights."""
+    vlm = VLM(parts.network, parts.processor.banned_ids)
+    engine = EmbeddedEngine(vlm, parts.processor, max_batch_tokens=10_000, tuning=Tuning(**tuning))
+    wait_for(SharedWeights(engine).sync(0))
+    return engine
 
 
 def difference(parts: TinyParts, prompts: list[Prompt], sampled: list[list[Completion]]) -> np.ndarray:
     """The engine's log-probs less the trainer's, of every token."""
+    assert {c.logprobs_T.dtype.name for group in sampled for c in group} == {"float32"}, "also of a bfloat16 model"
     row = pack_row(parts.processor.family, prompts, [[c.token_ids_T for c in group] for group in sampled], CPU)
     with torch.no_grad():
-        trained = VLM(parts.network, parts.processor.banned_ids)(
-            row, temperature=1.0, chunk_tokens=10_000
-        ).logprobs_A.numpy()
-    return np.concatenate([c.logprobs_T for group in sampled for c in group]) - trained
-
-
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
-@pytest.mark.parametrize("cache", ["dense", "paged"])
-def test_the_engine_draws_from_the_adapted_model(family: str, cache: str) -> None:
-    parts = with_lora(torch.float32, 0.3, family)
-    engine, prompts = engine_of(parts, cache=cache), mixed_prompts(parts)
-    wait_for(SharedWeights(engine).sync(0))
-    sampled = generate(engine, prompts, seeded(3, max_new_tokens=12), n=3)
-    assert np.abs(difference(parts, prompts, sampled)).max() < LOGPROB_TOLERANCE
+        trained = VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=10_000).logprobs_A
+    return np.concatenate([c.logprobs_T for group in sampled for c in group]) - trained.numpy()
 
 
 WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2}
 
 
-def test_decode_copies_have_the_adapters_merged() -> None:
-    parts = with_lora(torch.float32, 0.3, **WIDE)
-    engine, prompts = engine_of(parts), mixed_prompts(parts)
-    wait_for(SharedWeights(engine).sync(0))
-    sampled = generate(engine, prompts, seeded(3, max_new_tokens=12), n=4)
-    assert Tuning().uses_onednn(12, parts.network.get_input_embeddings().weight)
+@pytest.mark.parametrize("cache", ["dense", "paged"])
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("qwen2_vl", {}), ("qwen3_vl", {}), ("qwen3_vl_moe", {}), ("qwen3_vl", WIDE)]
+)
+def test_the_engine_draws_from_the_adapted_model(family: str, sizes: dict[str, int], cache: str) -> None:
+    """A wide model decodes with copies in oneDNN's layout, into which the adapters are merged."""
+    parts = with_lora(torch.float32, 0.3, family, **sizes)
+    prompts = mixed_prompts(parts)
+    sampled = generate(engine_of(parts, cache=cache), prompts, seeded(3, max_new_tokens=12), n=4)
+    assert Tuning().uses_onednn(12, parts.network.get_input_embeddings().weight) == bool(sizes)
     assert np.abs(difference(parts, prompts, sampled)).max() < LOGPROB_TOLERANCE
 
 
@@ -100,9 +89,7 @@ def test_small_adapters_count_in_bfloat16() -> None:
     ]
     assert 0.05 < float(torch.stack(changed).mean()) < 0.25
     prompts, samplings = mixed_prompts(parts), seeded(3, max_new_tokens=1)
-    engine = engine_of(parts)
-    wait_for(SharedWeights(engine).sync(0))
-    beside = difference(parts, prompts, generate(engine, prompts, samplings, n=16))
+    beside = difference(parts, prompts, generate(engine_of(parts), prompts, samplings, n=16))
     assert np.abs(beside).max() < LOGPROB_TOLERANCE
     merged = tiny("qwen3_vl")
     merged.network.bfloat16()
@@ -125,34 +112,22 @@ def test_bfloat16_decode_copies_leave_adapters_beside_the_weights() -> None:
     assert (copied - plain).abs().mean() < 0.1 * (merged - plain).abs().mean()
 
 
-def noted_init(kind: type, made: list[type]) -> Callable[..., None]:
-    """The constructor of a class, which notes each object in `made`."""
-    init: Callable[..., None] = kind.__init__
-
-    def noted(*arguments: object, **settings: object) -> None:
-        made.append(kind)
-        init(*arguments, **settings)
-
-    return noted
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_outlive_a_weight_sync_and_read_the_new_adapters(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[type] = []
     for kind in (GraphStepper, PagedCache):
-        monkeypatch.setattr(kind, "__init__", noted_init(kind, made))
+        noted(monkeypatch, kind, "__init__", lambda self, *_, **__: made.append(type(self)))
     parts = with_lora(dtype, 0.3)
-    engine, policy, prompts = engine_of(parts, cache="paged"), policy_of(parts), mixed_prompts(parts)
-    sync = SharedWeights(engine)
-    wait_for(sync.sync(0))
+    engine, prompts = engine_of(parts, cache="paged"), mixed_prompts(parts)
+    policy = make_policy(parts, temperature=1.0, learning_rate=1e-2, lr_warmup_steps=0)
     before = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
     assert made == [PagedCache, GraphStepper]
     old = dict(merged_weights(parts.network))
     policy.update(make_batch(parts))
     assert any(not torch.equal(old[name], x) for name, x in merged_weights(parts.network))
-    assert wait_for(sync.sync(1)).bytes_copied == 0
+    assert wait_for(SharedWeights(engine).sync(1)).bytes_copied == 0
     after = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
     assert made == [PagedCache, GraphStepper], "those from before the weight sync"
     limit = LOGPROB_TOLERANCE if dtype == torch.float32 else 0.1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -20,13 +21,15 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.memory import default_bytes
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.train.base import SftExample
-from fovea.types import Sampling
+from fovea.types import Completion, Sampling
 from fovea.wiring.engine import connect_free_memory
 from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_batch, make_policy, policy_on, train_settings
 from tests.rollout.drawing import generate, make_engine, same, seeded
 from tests.tiny_models import mixed_prompts, tiny
 
+PARTS = tiny("qwen3_vl")
+"""Its prompts and sizes are those of each test's own model, whose weights change."""
 PAGED: dict[str, Any] = {"cache": "paged", "page_tokens": 4}
 TOKENS = 2_000
 
@@ -74,24 +77,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return fake
 
 
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
+def roll_out(engine: EmbeddedEngine, n: int = 2) -> list[Sequence[Completion]]:
+    return generate(engine, mixed_prompts(PARTS), seeded(3, max_new_tokens=9), n)
 
 
 def captures_of_steps(
-    gpu: FakeGpu, engine: EmbeddedEngine, parts: Any, update_bytes: int, counts: Sequence[int] = (5, 6, 4, 1)
+    gpu: FakeGpu, *updates: int, counts: Sequence[int] = (5, 6, 4, 1), can_free_memory: bool = False
 ) -> list[int]:
     """Captures of the rollouts of steps, whose updates take so many bytes and change the weights in place."""
-    captures = []
-    for n in counts:
+    parts, captures = tiny("qwen3_vl"), []
+    engine = make_engine(parts, TOKENS, can_free_memory=can_free_memory, **PAGED)
+    for update_bytes, n in zip(updates, cycle(counts), strict=False):
         before = gpu.captures
-        together = generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n)
+        together = roll_out(engine, n)
         captures.append(gpu.captures - before)
-        fresh = make_engine(parts)
-        alone = generate(fresh, mixed_prompts(parts), seeded(3, max_new_tokens=9), n)
+        alone = roll_out(make_engine(parts), n)
         assert all(same(a, b) for a, b in zip(alone, together, strict=True)), "sampled with the present weights"
         wait_for(engine.sleep())
         with torch.no_grad():
@@ -101,33 +101,30 @@ def captures_of_steps(
         gpu.free -= update_bytes  # torch's allocator holds on to it
         wait_for(engine.wake())
         gpu.free += update_bytes
+    captures.append(gpu.pool_bytes)
     return captures
+
+
+SMALL, LARGE, HUGE = [5 * 10**8] * 4, [8 * 10**8] * 4, [95 * 10**7] * 4
+"""Bytes of the updates of four steps."""
 
 
 def test_graphs_are_captured_once_where_the_pool_fits_beside_the_update(
     gpu: FakeGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parts = tiny("qwen3_vl")
-    captures = captures_of_steps(gpu, make_engine(parts, TOKENS, **PAGED), parts, update_bytes=5 * 10**8)
     # 15 rows, 18 rows, and 12 after a second update that was measured without the pool
-    assert captures == [2, 3, 2, 0]
+    assert captures_of_steps(gpu, *SMALL)[:-1] == [2, 3, 2, 0]
     assert [record.getMessage().partition(", ")[2] for record in caplog.records] == [
         "which is freed for the update",
         "which stays during updates, with the CUDA graphs",
     ]
 
 
-def test_no_graph_is_captured_after_the_first_rollout_where_an_update_can_free_the_pool(gpu: FakeGpu) -> None:
-    parts = tiny("qwen3_vl")
-    engine = make_engine(parts, TOKENS, can_free_memory=True, **PAGED)
-    assert captures_of_steps(gpu, engine, parts, update_bytes=5 * 10**8, counts=(6, 5, 4, 6)) == [3, 0, 0, 0]
-    assert gpu.pool_bytes
-
-
-def test_a_pool_beside_which_the_first_update_leaves_too_little_is_freed_from_then_on(gpu: FakeGpu) -> None:
-    parts = tiny("qwen3_vl")
-    engine = make_engine(parts, TOKENS, can_free_memory=True, **PAGED)
-    assert captures_of_steps(gpu, engine, parts, update_bytes=95 * 10**7, counts=(6, 6, 6, 6)) == [3, 0, 3, 3]
+def test_a_pool_that_an_update_can_free_stays_unless_the_first_update_leaves_too_little(gpu: FakeGpu) -> None:
+    *captures, pool_bytes = captures_of_steps(gpu, *SMALL, counts=(6, 5, 4, 6), can_free_memory=True)
+    assert captures == [3, 0, 0, 0]
+    assert pool_bytes
+    assert captures_of_steps(gpu, *HUGE, counts=(6, 6, 6, 6), can_free_memory=True) == [3, 0, 3, 3, 0]
 
 
 def test_an_update_without_memory_frees_the_pool_and_goes_on(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +139,7 @@ def test_an_update_without_memory_frees_the_pool_and_goes_on(gpu: FakeGpu, caplo
         caplog.clear()
         for step in range(3):
             before = gpu.captures
-            generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=5)
+            roll_out(engine, n=5)
             captures.append(gpu.captures - before)
             wait_for(engine.sleep())
             found.append(policy.update(make_batch(parts, step)))
@@ -166,13 +163,13 @@ def test_a_step_of_the_warm_up_has_the_memory_of_a_pool_that_stays_in_rl(gpu: Fa
     policy.vlm.register_forward_pre_hook(lambda *_: gpu.allocate(gpu.free))
     pair = SftExample(prompt=mixed_prompts(parts)[0], answer_ids=(5, 6, 7))
     for _ in range(2):
-        generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+        roll_out(engine)
         assert gpu.pool_bytes
         wait_for(engine.sleep())
         policy.sft([pair])
         assert not gpu.pool_bytes
         wait_for(engine.wake())
-    generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+    roll_out(engine)
     wait_for(engine.sleep())
     assert gpu.pool_bytes, "it stays in the first update"
 
@@ -182,11 +179,11 @@ def test_a_sleeping_engine_frees_its_copies_with_its_memory(gpu: FakeGpu) -> Non
     own = dict(merged_weights(parts.network))
     engine = make_engine(parts, TOKENS, synced=own, can_free_memory=True, **PAGED)
     assert not engine.free_memory(), "nothing is held yet"
-    generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+    roll_out(engine)
     assert engine.free_memory()
     assert not gpu.pool_bytes
     assert all(weight.untyped_storage().nbytes() for weight in own.values()), "it is awake and draws with them"
-    generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+    roll_out(engine)
     wait_for(engine.sleep())
     assert gpu.pool_bytes
     assert engine.free_memory()
@@ -196,27 +193,24 @@ def test_a_sleeping_engine_frees_its_copies_with_its_memory(gpu: FakeGpu) -> Non
         wait_for(engine.wake())
 
 
-def test_the_pool_is_freed_for_an_update_that_needs_its_memory(gpu: FakeGpu, no_gc: None) -> None:
+def test_the_pool_is_freed_for_an_update_that_needs_its_memory(gpu: FakeGpu) -> None:
     """Without a search for cycles of references, which Python makes when it likes to."""
-    parts = tiny("qwen3_vl")
-    captures = captures_of_steps(gpu, make_engine(parts, TOKENS, **PAGED), parts, update_bytes=8 * 10**8)
-    assert captures == [2, 3, 2, 1]
-    assert gpu.pool_bytes == 0
+    gc.disable()
+    try:
+        assert captures_of_steps(gpu, *LARGE) == [2, 3, 2, 1, 0]
+    finally:
+        gc.enable()
 
 
 def test_a_pool_that_no_longer_fits_beside_an_update_is_freed(gpu: FakeGpu) -> None:
-    parts = tiny("qwen3_vl")
-    engine = make_engine(parts, TOKENS, **PAGED)
-    assert captures_of_steps(gpu, engine, parts, update_bytes=5 * 10**8)[-1] == 0
-    assert captures_of_steps(gpu, engine, parts, update_bytes=95 * 10**7) == [0, 1, 2, 1]
+    assert captures_of_steps(gpu, *SMALL, *HUGE)[3:-1] == [0, 0, 1, 2, 1]
 
 
 def test_an_update_without_signal_is_no_measure(gpu: FakeGpu) -> None:
     """It takes next to nothing, and the one after it what all others do."""
-    parts = tiny("qwen3_vl")
-    engine = make_engine(parts, TOKENS, **PAGED)
+    engine = make_engine(PARTS, TOKENS, **PAGED)
     for update_bytes in (0, 8 * 10**8, 0, 0):
-        generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), 5)
+        roll_out(engine, n=5)
         wait_for(engine.sleep())
         assert gpu.pool_bytes == 0
         gpu.free -= update_bytes
@@ -231,7 +225,7 @@ def test_copies_of_weights_stay_with_the_pool_or_go_with_it(gpu: FakeGpu, stay: 
     own = dict(merged_weights(parts.network))
     engine = make_engine(parts, TOKENS, synced=own, **PAGED)
     policy = {name: weight.clone() for name, weight in own.items()}
-    generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+    roll_out(engine)
     spare, copies = gpu.total // 10, sum(weight.nbytes for weight in own.values())
     gpu.free = spare + gpu.pool_bytes + (copies if stay else copies // 2)  # after each update
     for _ in range(3):  # during the first two nothing stays, since they are measured
@@ -241,28 +235,27 @@ def test_copies_of_weights_stay_with_the_pool_or_go_with_it(gpu: FakeGpu, stay: 
             weight.untyped_storage().resize_(weight.nbytes)
             weight.copy_(policy[name])
         wait_for(engine.wake())
-        generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
+        roll_out(engine)
     assert held == {stay}
 
 
 def test_a_default_pool_is_sized_by_free_memory_and_to_stay() -> None:
-    gib = 2**30
-    assert default_bytes(50 * gib) == 40 * gib, "before the first update: four fifths"
-    assert default_bytes(50 * gib, 20 * gib) == 20 * gib, "stays, and is half of that"
-    assert default_bytes(50 * gib, 19 * gib) == 40 * gib
-    assert default_bytes(50 * gib, 45 * gib) == 40 * gib, "the rest is for prefill and sampling"
-    assert default_bytes(50 * gib, -5 * gib) == 40 * gib
+    """Four fifths before the first update; what leaves room beside updates, if that is half of it or more."""
+    assert default_bytes(50 * 2**30) == 40 * 2**30
+    stays = [default_bytes(50 * 2**30, room * 2**30) // 2**30 for room in (20, 19, 45, -5)]
+    assert stays == [20, 40, 40, 40], "the rest is for prefill and sampling"
 
 
-def test_an_engine_without_a_setting_sizes_its_pool(gpu: FakeGpu) -> None:
-    parts = tiny("qwen3_vl")
+@pytest.mark.parametrize(
+    ("set_tokens", "settings", "tokens", "share"),
+    [(None, PAGED, r"\d+", 0.8), (None, {}, "65536", 0.0), (50, {}, "50", 0)],
+)
+def test_an_engine_without_a_setting_sizes_its_pool_and_on_a_cpu_has_a_budget(
+    gpu: FakeGpu, set_tokens: int | None, settings: dict[str, Any], tokens: str, share: float
+) -> None:
+    """A request beyond it says what to change."""
     gpu.free = 10**7
-    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=\d+"):
-        generate(make_engine(parts, None, **PAGED), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=100_000)], n=1)
-    assert gpu.pool_bytes == pytest.approx(0.8 * gpu.free, rel=0.01)
-
-
-def test_an_engine_on_a_cpu_has_a_budget_without_a_setting() -> None:
-    parts = tiny("qwen3_vl")
-    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=65536"):
-        generate(make_engine(parts, None), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=100_000)], n=1)
+    engine = make_engine(PARTS, set_tokens, **settings)
+    with pytest.raises(EngineError, match=rf"rollout\.engine\.max_batch_tokens={tokens}; raise it, or lower rollout"):
+        generate(engine, mixed_prompts(PARTS)[:1], [Sampling(max_new_tokens=100_000)], n=1)
+    assert gpu.pool_bytes == pytest.approx(share * gpu.free, rel=0.01)

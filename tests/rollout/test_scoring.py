@@ -10,26 +10,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
 import pytest
 
-from fovea.data.prompt_source import PromptedTask
 from fovea.errors import TrainError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.report.samples import read_step
-from fovea.rollout.collect import Interaction, collect
-from fovea.run.context import Run
-from fovea.types import Completion, Group, Request, Sampling
+from fovea.types import Completion, Group, Request
+from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.environments.custom.grader import UserGrader
 from fovea_gym.errors import ScoreError, UnscoredError
 from fovea_gym.graders.grading import CallLimits, CallThreads, Grading, LimitedCalls
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 from gym_tests.bandit import BanditEnvironment, graded
-from tests.fakes import BanditRenderer, bandit_run
+from tests.fakes import bandit_run
+from tests.records import completion_of
+from tests.rollout.sessions import sampled
 
 NUM_GROUPS, NUM_COMPLETIONS, AT_ONCE = 5, 3, 4
 WAIT_SECONDS = 0.05
@@ -64,10 +63,6 @@ def graded_by(score: Callable[[Task, Sequence[Turn]], Score], on_failure: Litera
     return Grading(graders=(UserGrader(score, CallThreads("slow")),), calls=LimitedCalls(limits))
 
 
-def slow_grading(slow: Slow, on_failure: Literal["error", "drop"] = "drop") -> Grading:
-    return graded_by(slow.score, on_failure)
-
-
 class Ticking:
     """Draws one group after the other, and says when the last one is sampled: scoring must not hold it up."""
 
@@ -81,54 +76,29 @@ class Ticking:
         self.num_sampled += 1
         if self.num_sampled == NUM_GROUPS:
             self.all_are_drawn.set()
-        ids, logprobs = np.array([place]), np.zeros(1, dtype=np.float32)
-        return [
-            Completion(token_ids_T=ids, logprobs_T=logprobs, text="abcd"[k % 4], finish="stop", version=0)
-            for k in range(n)
-        ]
+        return [completion_of([place], text="abcd"[k % 4]) for k in range(n)]
 
 
 def collected(grading: Grading, engine: Ticking, unscored: list[str] | None = None) -> list[Group]:
-    environment = BanditEnvironment()
-    tasks = environment.tasks("train")[:NUM_GROUPS]
-    renderer = BanditRenderer()
-    prompted = [PromptedTask(task=task, prompt=renderer.prompt(environment.prompt(task))) for task in tasks]
-    sampling = Sampling(max_new_tokens=1)
-    return wait_for(
-        collect(
-            engine,  # type: ignore[arg-type]
-            Interaction(environment=environment, grading=grading, renderer=renderer),
-            prompted,
-            sampling=sampling,
-            n=NUM_COMPLETIONS,
-            seed=(0,),
-            unscored=unscored,
-        )
-    )
+    made = GradedEnvironment(environment=BanditEnvironment(), grading=grading)
+    return wait_for(sampled(made, engine, NUM_GROUPS, NUM_COMPLETIONS, unscored=unscored))
 
 
-def told(groups: Sequence[Group]) -> list[tuple[str, list[str], list[float]]]:
-    return [
-        (
-            group.episodes[0].task.id,
-            [episode.last.text for episode in group.episodes],
-            [episode.score.reward for episode in group.episodes],
-        )
-        for group in groups
-    ]
+def told(groups: Sequence[Group]) -> list[tuple[str, str, float]]:
+    episodes = [episode for group in groups for episode in group.episodes]
+    return [(episode.task.id, episode.last.text, episode.score.reward) for episode in episodes]
 
 
 def test_threads_change_neither_order_nor_scores() -> None:
     slow = Slow()
-    assert told(collected(slow_grading(slow), Ticking())) == told(collected(graded(BanditEnvironment()), Ticking()))
+    assert told(collected(graded_by(slow.score), Ticking())) == told(collected(graded(BanditEnvironment()), Ticking()))
     assert 1 < slow.most_running <= AT_ONCE
     assert threading.get_ident() not in slow.threads
 
 
 def test_drawing_goes_on_while_scoring_waits() -> None:
     """No score comes before the last group is sampled: in turn, the first one would wait for ever."""
-    engine = Ticking()
-    waited: list[bool] = []
+    engine, waited = Ticking(), list[bool]()
 
     def score(task: Task, turns: Sequence[Turn]) -> Score:
         waited.append(engine.all_are_drawn.wait(LIMIT_SECONDS))
@@ -139,26 +109,28 @@ def test_drawing_goes_on_while_scoring_waits() -> None:
 
 
 def test_a_group_that_cannot_be_scored_is_left_out_and_named() -> None:
-    slow = Slow(KeyError("away"), bad=("train/1", "train/3"))
-    unscored: list[str] = []
-    groups = collected(slow_grading(slow), Ticking(), unscored)
+    slow, unscored = Slow(KeyError("away"), bad=("train/1", "train/3")), list[str]()
+    groups = collected(graded_by(slow.score), Ticking(), unscored)
     assert [group.episodes[0].task.id for group in groups] == ["train/0", "train/2", "train/4"]
-    assert [text.partition(" at ")[0] for text in sorted(unscored)] == [
-        f"train/{n}: slow raised KeyError: 'away'" for n in (1, 3)
-    ]
+    expected = [f"train/{n}: slow raised KeyError: 'away'" for n in (1, 3)]
+    assert [text.partition(" at ")[0] for text in sorted(unscored)] == expected
 
 
 def test_without_a_list_or_with_another_error_it_raises() -> None:
     with pytest.raises(UnscoredError, match=r"^train/1: slow raised KeyError: 'away' at .*test_scoring\.py:\d+$"):
-        collected(slow_grading(Slow(KeyError("away"), bad=("train/1",))), Ticking())
+        collected(graded_by(Slow(KeyError("away"), bad=("train/1",)).score), Ticking())
     with pytest.raises(
         ScoreError, match=r"^train/1: slow raised KeyError: 'broken' at .*; fix it, or set reward_on_failure="
     ):
-        collected(slow_grading(Slow(KeyError("broken"), bad=("train/1",)), "error"), Ticking(), [])
+        collected(graded_by(Slow(KeyError("broken"), bad=("train/1",)).score, "error"), Ticking(), [])
 
 
-def with_grading(run: Run, grading: Grading) -> Run:
-    return replace(run, stream=replace(run.stream, grading=grading))
+def run_graded(folder: Path, grading: Grading, *, n: int) -> list[dict[str, Any]]:
+    """The lines of `unscored.jsonl` of a run of two steps in which every task has `n` completions."""
+    rollout = {"prompts_per_step": 16, "samples_per_prompt": n, "max_new_tokens": 1}
+    run = bandit_run(folder, max_steps=2, rollout=rollout)
+    train(replace(run, stream=replace(run.stream, grading=grading)))
+    return [json.loads(line) for line in (folder / "unscored.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def test_only_a_completion_without_a_score_is_left_out(tmp_path: Path) -> None:
@@ -172,38 +144,29 @@ def test_only_a_completion_without_a_score_is_left_out(tmp_path: Path) -> None:
     for policy, unscored, failed in (("drop_completion", 0, 1), ("drop", 1, None)):
         limits = CallLimits(name="mine", on_failure=policy, calls_at_once=AT_ONCE)  # type: ignore[arg-type]
         grading = Grading(graders=(UserGrader(score, CallThreads("mine")),), calls=LimitedCalls(limits))
-        rollout = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_new_tokens": 1}
-        train(with_grading(bandit_run(tmp_path / policy, max_steps=2, rollout=rollout), grading))
-        rows = read_metrics(tmp_path / policy)
-        assert [row["groups/unscored"] for row in rows] == [unscored] * 2
-        assert [row.get("episodes/failed") for row in rows] == [failed] * 2
-        assert [row.get("episodes/failed_score") for row in rows] == [failed] * 2
-        noted = (tmp_path / policy / "unscored.jsonl").read_text(encoding="utf-8").splitlines()
-        assert [json.loads(line)["step"] for line in noted] == [0, 1]
-        assert all("train/2: mine returned None, which is not a number" in line for line in noted)
+        noted = run_graded(tmp_path / policy, grading, n=4)
+        names = ("groups/unscored", "episodes/failed", "episodes/failed_score")
+        rows = [tuple(row.get(name) for name in names) for row in read_metrics(tmp_path / policy)]
+        assert rows == [(unscored, failed, failed)] * 2
+        assert [line["step"] for line in noted] == [0, 1]
+        assert all("train/2: mine returned None, which is not a number" in str(line) for line in noted)
         answers = [len(group.answers) for group in read_step(tmp_path / policy, 1)]
         assert min(answers) == (3 if failed else 4)
 
 
 def test_a_run_counts_what_was_not_scored(tmp_path: Path) -> None:
-    slow = Slow(KeyError("away"), bad=("train/2",))
-    run = bandit_run(
-        tmp_path, max_steps=2, rollout={"prompts_per_step": 16, "samples_per_prompt": 2, "max_new_tokens": 1}
-    )
-    train(with_grading(run, slow_grading(slow)))
+    noted = run_graded(tmp_path, graded_by(Slow(KeyError("away"), bad=("train/2",)).score), n=2)
     assert [row["groups/unscored"] for row in read_metrics(tmp_path)] == [1, 1]
-    noted = [json.loads(line) for line in (tmp_path / "unscored.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [each["step"] for each in noted] == [0, 1]
     assert all(each["reason"].startswith("train/2: slow raised KeyError: 'away' at ") for each in noted)
 
 
 def test_a_step_in_which_nothing_is_scored_stops_the_run(tmp_path: Path) -> None:
     slow = Slow(KeyError("away"), bad=[f"train/{n}" for n in range(16)])
-    run = with_grading(bandit_run(tmp_path, max_steps=1), slow_grading(slow))
     with pytest.raises(
-        TrainError, match=r"none of the 8 groups of step 0 could be scored; the last error: train/\d+: slow raised"
+        TrainError, match=r"none of the 16 groups of step 0 could be scored; .*: train/\d+: slow raised"
     ):
-        train(run)
+        run_graded(tmp_path, graded_by(slow.score), n=2)
 
 
 def test_a_grader_that_never_waits_gets_neither_a_thread_nor_a_task() -> None:

@@ -6,7 +6,8 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,37 +33,36 @@ class SlowReplies(Rows):
         self.most_waiting = self.waiting = 0
         self.lock = threading.Lock()
 
-    def count(self, change: int) -> None:
+    @contextmanager
+    def counted(self) -> Iterator[None]:
         with self.lock:
-            self.waiting += change
+            self.waiting += 1
             self.most_waiting = max(self.most_waiting, self.waiting)
+        yield
+        with self.lock:
+            self.waiting -= 1
 
 
 class SlowAsync(SlowReplies):
     async def reply(self, task: Task, turns: Sequence[Turn]) -> list[Message]:
-        self.count(1)
-        await asyncio.sleep(WAIT_SECONDS)
-        self.count(-1)
+        with self.counted():
+            await asyncio.sleep(WAIT_SECONDS)
         return MORE
 
 
 class SlowInThreads(SlowReplies):
     def reply(self, task: Task, turns: Sequence[Turn]) -> list[Message]:
-        self.count(1)
-        time.sleep(WAIT_SECONDS)
-        self.count(-1)
+        with self.counted():
+            time.sleep(WAIT_SECONDS)
         return MORE
 
 
 @pytest.mark.parametrize("kind", [SlowAsync, SlowInThreads])
 def test_replies_of_512_episodes_wait_side_by_side(kind: type[SlowReplies]) -> None:
-    user = kind()
-    made = limited(user)
-    begun = time.perf_counter()
-    rollout = rolled_out(made, rows=64, n=8)
+    user, begun = kind(), time.perf_counter()
+    rollout = rolled_out(limited(user), rows=64, n=8)
     seconds = time.perf_counter() - begun
-    assert len(rollout.episodes) == NUM_EPISODES
-    assert {len(episode.turns) for episode in rollout.episodes} == {2}
+    assert [len(episode.turns) for episode in rollout.episodes] == [2] * NUM_EPISODES
     # one after the other they would take 512 s; a busy machine starts 512 threads slowly
     assert seconds < 20 * WAIT_SECONDS
     assert user.most_waiting > NUM_EPISODES / 20
@@ -138,59 +138,54 @@ def test_no_more_sessions_are_open_at_once_than_the_settings_say() -> None:
     for engine in (Echo(), Echo(repeats_in_rounds=True)):
         games = Games()
         rollout = rolled_out(limited(games, max_concurrent=3), rows=5, n=2, engine=engine)
-        assert len(rollout.episodes) == 10
-        assert games.most_open == 3
-        assert games.open_now == 0
+        assert (len(rollout.episodes), games.most_open, games.open_now) == (10, 3, 0)
 
 
-async def _hangs_for_some(task: Task, seed: int, turns: Sequence[Turn]) -> Sequence[Message]:
-    if task.id == "train/1" and len(turns) == 2:
-        await asyncio.sleep(600)
-    return MORE
+def failing(how: str) -> Callable[..., Any]:
+    """Replies of which the second of a task hangs, raises, or is a number."""
 
+    async def on_reply(task: Task, seed: int, turns: Sequence[Turn]) -> Any:
+        if task.id != "train/1" or len(turns) != 2:
+            return MORE
+        if how == "hangs":
+            await asyncio.sleep(600)
+        if how == "raises":
+            raise KeyError("no such page")
+        return 7
 
-async def _raises_for_some(task: Task, seed: int, turns: Sequence[Turn]) -> Sequence[Message]:
-    if task.id == "train/1" and len(turns) == 2:
-        raise KeyError("no such page")
-    return MORE
-
-
-async def _returns_a_number(task: Task, seed: int, turns: Sequence[Turn]) -> Any:
-    return 7 if task.id == "train/1" else MORE
+    return on_reply
 
 
 @pytest.mark.parametrize(
-    ("on_reply", "reason", "told"),
+    ("how", "reason", "told"),
     [
-        (_hangs_for_some, "deadline", r"train/1: Games.reply took more than environment.session.deadline_seconds=0.3"),
-        (_raises_for_some, "reply", r"train/1: Games.reply raised KeyError: 'no such page' at .*test_sessions.py:\d+"),
-        (_returns_a_number, "reply", r"train/1: Games.reply returned 7 \(of type int\); return a list of .*Message"),
+        ("hangs", "deadline", "Games.reply took more than environment.session.deadline_seconds=0.3"),
+        ("raises", "reply", r"Games.reply raised KeyError: 'no such page' at .*test_sessions.py:\d+"),
+        ("returns 7", "reply", r"Games.reply returned 7 \(of type int\); return a list of .*Message"),
     ],
 )
-def test_a_failure_costs_the_episode_is_named_and_the_session_is_closed(
-    on_reply: Callable[..., Any], reason: str, told: str
-) -> None:
+def test_a_failure_costs_the_episode_is_named_and_the_session_is_closed(how: str, reason: str, told: str) -> None:
     for engine in (Echo(), Echo(repeats_in_rounds=True)):
-        games = Games(on_reply)
+        games = Games(failing(how))
         rollout = rolled_out(limited(games, deadline_seconds=0.3), engine=engine)
         assert [group.episodes[0].task.id for group in rollout.groups] == ["train/0", "train/2", "train/3"]
         assert len(rollout.unscored) == 1, "all episodes of one group failed"
         assert {failure.reason for failure in rollout.log.failures} == {reason}
         assert rollout.log.metrics()["episodes/failed"] == rollout.log.metrics()[f"episodes/failed_{reason}"] == 2
         assert games.times("close") == [1] * 8
-        with pytest.raises(SessionError, match=f"{told}.*environment.session.on_failure=drop"):
-            rolled_out(limited(Games(on_reply), deadline_seconds=0.3, on_failure="stop"))
+        with pytest.raises(SessionError, match=f"train/1: {told}.*environment.session.on_failure=drop"):
+            rolled_out(limited(Games(failing(how)), deadline_seconds=0.3, on_failure="stop"))
 
 
 def test_a_group_trains_on_its_remaining_episodes() -> None:
     """One of 20 replies hangs: the rollout ends at the deadline, and the group of the episode is one smaller."""
-    hanging = []
+    hanging = list[int]()
 
-    async def one_hangs(task: Task, seed: int, turns: Sequence[Turn]) -> Sequence[Message]:
-        if task.id == "train/2" and not hanging:
-            hanging.append(seed)
-            await asyncio.sleep(600)
-        return MORE
+    async def one_hangs(task: Task, seed: int, turns: Sequence[Turn]) -> Any:
+        if task.id != "train/2" or hanging:
+            return MORE
+        hanging.append(seed)
+        await asyncio.sleep(600)
 
     begun = time.perf_counter()
     rollout = rolled_out(limited(Games(one_hangs), deadline_seconds=1.0), rows=5, n=4)
@@ -218,7 +213,7 @@ def test_an_episode_that_is_left_alone_is_left_out() -> None:
 
 
 def test_a_failed_episode_may_have_a_reward() -> None:
-    rollout = rolled_out(limited(Games(_raises_for_some), on_failure="reward", failure_reward=-2.0))
+    rollout = rolled_out(limited(Games(failing("raises")), on_failure="reward", failure_reward=-2.0))
     failed = [episode for episode in rollout.episodes if episode.task.id == "train/1"]
     assert [(episode.score.reward, len(episode.turns)) for episode in failed] == [(-2.0, 2)] * 2
     assert rollout.log.metrics()["episodes/failed"] == 2
@@ -226,21 +221,18 @@ def test_a_failed_episode_may_have_a_reward() -> None:
 
 def test_sessions_are_closed_when_the_rollout_is_cancelled() -> None:
     """As by Ctrl-C: the cancellation comes while replies hang, and comes once more while sessions close."""
-    games = Games()
+    asked = threading.Event()
 
-    async def hangs(task: Task, seed: int, turns: Sequence[Turn]) -> Sequence[Message]:
-        loop.call_soon_threadsafe(asked.set)
+    async def hangs(task: Task, seed: int, turns: Sequence[Turn]) -> None:
+        asked.set()
         await asyncio.sleep(600)
-        return MORE
 
-    games.given = hangs
-    made = limited(games)
+    games = Games(hangs)
 
     async def cancelled() -> None:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
-        running = asyncio.ensure_future(sampled(made, Echo()))
-        await asked.wait()
+        running = asyncio.ensure_future(sampled(limited(games), Echo()))
+        while not asked.is_set():
+            await asyncio.sleep(0.001)
         running.cancel()
         await asyncio.sleep(0.005)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -248,8 +240,6 @@ def test_sessions_are_closed_when_the_rollout_is_cancelled() -> None:
         await asyncio.wait([running])
         assert running.cancelled()
 
-    loop: asyncio.AbstractEventLoop
-    asked = asyncio.Event()
     wait_for(cancelled())
     assert games.times("close") == [1] * len(games.tasks_of)
     assert games.open_now == 0
@@ -257,8 +247,7 @@ def test_sessions_are_closed_when_the_rollout_is_cancelled() -> None:
 
 def test_what_has_no_state_is_tried_again_and_a_session_only_where_it_asks_for_that() -> None:
     class Flaky(Rows):
-        def __init__(self) -> None:
-            self.num_calls = 0
+        num_calls = 0
 
         async def reply(self, task: Task, turns: Sequence[Turn]) -> list[Message]:
             self.num_calls += 1
@@ -283,14 +272,9 @@ def test_what_has_no_state_is_tried_again_and_a_session_only_where_it_asks_for_t
 
 def test_an_episode_ends_before_a_turn_that_might_not_fit() -> None:
     # 1 of the prompt, then 1 of an answer and 2 of a reply each turn
-    for max_tokens, num_turns, end in (
-        (3, 1, "max_tokens"),
-        (4, 1, "max_tokens"),
-        (5, 2, "max_tokens"),
-        (8, 3, "max_turns"),
-    ):
+    for max_tokens, num_turns in ((3, 1), (4, 1), (5, 2), (8, 3)):
         (episode, *_) = rolled_out(limited(Games()), max_tokens=max_tokens).episodes
-        assert (len(episode.turns), episode.end) == (num_turns, end), max_tokens
+        assert (len(episode.turns), episode.end) == (num_turns, "max_turns" if num_turns == 3 else "max_tokens")
         tokens = sum(turn.observation.num_tokens + len(turn.completion.token_ids_T) for turn in episode.tokens)
         assert tokens <= max_tokens or num_turns == 1
 
@@ -323,9 +307,7 @@ def test_a_mixture_hands_sessions_to_its_parts_and_each_part_keeps_its_most_turn
     mixture = Mixture(parts)
     grading = Grading(graders=mixture.graders, parts=tuple(each.grading for each in made.values()))
     rollout = rolled_out(GradedEnvironment(environment=mixture, grading=grading), rows=4, n=2)
-    assert [(episode.task.kind, len(episode.turns), episode.score.reward) for episode in rollout.episodes] == [
-        *[("games", 3, 30.0)] * 2,
-        *[("asks", 2, 2.0)] * 2,
-    ] * 2
+    found = [(episode.task.kind, len(episode.turns), episode.score.reward) for episode in rollout.episodes]
+    assert found == [("games", 3, 30.0), ("games", 3, 30.0), ("asks", 2, 2.0), ("asks", 2, 2.0)] * 2
     assert games.most_open <= 3
     assert games.times("close") == [1] * 4

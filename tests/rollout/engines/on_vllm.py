@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import psutil
 import pytest
@@ -10,11 +11,16 @@ import torch
 from torch import Tensor
 
 from fovea.config.backends import VllmSettings
-from fovea.rollout.vllm.arguments import make_engine
+from fovea.config.model import Model
+from fovea.rollout.vllm.arguments import engine_arguments, make_engine
 from fovea.rollout.vllm.engine import VllmEngine
 from fovea.rollout.vllm.worker import WeightReceiver
 from fovea.utils.checksum import value_hash
 from tests.rollout.engines.under_test import EngineUnderTest
+
+
+def arguments(engine_args: dict[str, Any]) -> dict[str, Any]:
+    return engine_arguments(VllmSettings(engine_args=engine_args), Model(path="x"), max_model_len=100, seed=3)
 
 
 def workers(engine: VllmEngine) -> list[psutil.Process]:
@@ -43,6 +49,13 @@ ENGINE = EngineUnderTest(
     title="vLLM",
     make=make_engine,
     section=VllmSettings,
+    arguments=arguments,
+    refused={
+        "blok_size": r"engine_args\.blok_size: vLLM has no such engine argument; did you mean block_size",
+        "max_num_seqs": r"engine_args\.max_num_seqs: this .* has its own setting; set rollout\.engine\.max_num_seqs",
+        "logprobs_mode": "logprobs_mode: Fovea sets it to 'processed_logprobs'.*remove it",
+        "device_ids": "device_ids: Fovea sets it",
+    },
     small={"kv_cache_gib": 0.25, "enforce_eager": True},
     lost="a worker process of vLLM has ended",
     workers=workers,

@@ -22,9 +22,8 @@ from tests.rollout.short_runs import (
     comparable,
     heed_ctrl_c,
     train,
-    wait_for_steps,
 )
-from tests.runs import ROOT, SMALL, environment, fovea_here, untimed
+from tests.runs import ROOT, SMALL, environment, fovea_here, untimed, wait_for_steps
 from tests.saved import saved_tensors
 
 STEPS = 4
@@ -74,17 +73,15 @@ def test_an_engine_in_another_process_gives_the_curve_of_one_process(
 
 def test_a_run_whose_processes_are_killed_has_the_curve_of_one_that_is_not(undisturbed: Path, tmp_path: Path) -> None:
     """Of a trainer that is killed no process is left, and of its engine no file."""
-    kills = under_test().processes_of_run
-    said = ""
+    kills, said = under_test().processes_of_run, ""
     with started("shapes", tmp_path, *BRIEF, f"max_restarts={len(kills)}") as supervisor:
         assert supervisor.stdout is not None
         for kill in kills:
             wait_for_steps(tmp_path, 3, supervisor)
             (trainer,) = psutil.Process(supervisor.pid).children()
             below = trainer.children(recursive=True)
-            folders = [
-                Path(each.environ()["TMPDIR"]) for each in below if "fovea.rollout.sglang.host" in each.cmdline()
-            ]
+            hosts = (each for each in below if "fovea.rollout.sglang.host" in each.cmdline())
+            folders = [Path(each.environ()["TMPDIR"]) for each in hosts]
             assert all(each.is_dir() for each in folders)
             of_kill = (each for each in below if kill in " ".join(each.cmdline()))
             (trainer if kill == "trainer" else next(of_kill)).kill()

@@ -79,29 +79,17 @@ def test_a_greedy_answer_is_that_of_transformers_on_the_export(server: Serving, 
     model = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32).eval()
     for seed, question in enumerate(["How many circles are there?", "What colour is the square?", "x"]):
         content = [{"type": "image", "image": noise(seed)}, {"type": "text", "text": question}]
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        inputs = processor.apply_chat_template([{"role": "user", "content": content}], **options)
         ids = model.generate(**inputs, do_sample=False, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
         assert asked(server, noise(seed), question) == processor.decode(ids, skip_special_tokens=True)
 
 
 def test_nothing_banned_is_drawn_and_a_key_is_needed(server: Serving, run: Path) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
-    sampled = client.chat.completions.create(
-        model="shapes",
-        messages=[{"role": "user", "content": "x"}],
-        max_tokens=60,
-        temperature=2.0,
-        n=16,
-        seed=1,
-        logprobs=True,
-        extra_body={"ignore_eos": True},
-    )
+    asked = {"model": "shapes", "messages": [{"role": "user", "content": "x"}], "max_tokens": 60, "temperature": 2.0}
+    more = {"n": 16, "seed": 1, "logprobs": True, "extra_body": {"ignore_eos": True}}
+    sampled = client.chat.completions.create(**asked, **more)  # type: ignore[call-overload]
     (export,) = (run / "exports").iterdir()
     processor = load_processor(Model(path=str(export)))
     # special tokens, whose text no others have
@@ -115,11 +103,8 @@ def test_nothing_banned_is_drawn_and_a_key_is_needed(server: Serving, run: Path)
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="another").models.list()
     # vLLM's own check leaves the second open
-    assert [httpx2.get(server.url + path).status_code for path in ("/health", "/metrics", "/v1/models")] == [
-        200,
-        401,
-        401,
-    ]
+    statuses = [httpx2.get(server.url + path).status_code for path in ("/health", "/metrics", "/v1/models")]
+    assert statuses == [200, 401, 401]
 
 
 def test_an_image_at_an_address_is_the_same_image(server: Serving) -> None:
@@ -157,8 +142,7 @@ def test_eval_of_the_server_is_that_of_the_folder(
     fovea_here("eval", server.url, str(export), *arguments)
     found = json.loads(file.read_text())
     of_server, of_folder = found["targets"]
-    assert of_server["accuracy"] == of_folder["accuracy"]
-    assert of_server["reward"] == of_folder["reward"]
+    assert all(of_server[name] == of_folder[name] for name in ("accuracy", "reward"))
     for row in found["rows"]:
         there, here = row["answers"].values()
         assert len(there.pop("samples")) == len(here.pop("samples")) == 2
@@ -194,8 +178,7 @@ def test_lmms_eval_scores_the_server_as_fovea_eval_does(
     client = [python, str(Path(__file__).parent / "lmms_client.py"), server.url, KEY, "shapes", str(tmp_path / "rows")]
     done = subprocess.run(client, check=True, capture_output=True, text=True)
     theirs = json.loads(done.stdout.splitlines()[-1])
-    assert theirs["texts"] == texts
-    assert theirs["right"] == list(map(bool, accuracies))
+    assert (theirs["texts"], theirs["right"]) == (texts, list(map(bool, accuracies)))
     assert theirs["percent"] == pytest.approx(100 * share, abs=0.005)
     assert 0 < share < 1
 

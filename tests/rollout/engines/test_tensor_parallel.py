@@ -15,8 +15,7 @@ from fovea.rollout.base import Engine
 from fovea.types import Completion
 from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import Served, ask, check_samples_of_two_syncs, equal, prompts_of
-from tests.rollout.engines.serving import serving, sync, tiny_for
-from tests.rollout.engines.under_test import under_test
+from tests.rollout.engines.under_test import serving, sync, tiny_for, under_test
 
 
 @pytest.fixture(scope="module")

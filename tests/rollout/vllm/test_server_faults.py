@@ -26,7 +26,8 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.utils.event_loop import wait_for
 from fovea_gym.utils.http_json import CallBounds, JsonServer
 from gym_tests.chat_server import Endpoint
-from tests.rollout.asgi_calls import everybody, status_of
+from gym_tests.tables import table
+from tests.rollout.asgi_calls import answer_of, everybody
 from tests.rollout.short_runs import LIMIT_SECONDS
 
 
@@ -34,15 +35,18 @@ def command(folder: Path, **arguments: Any) -> list[str]:
     return list(launch(ModelServer(folder=folder, name="x", host="127.0.0.1", port=1, arguments=arguments)).command)
 
 
-@pytest.mark.parametrize("key", ["trust-remote-code", "trust_remote_code"])
-def test_what_is_fixed_is_refused_in_both_spellings(key: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="trust_remote_code=True: `fovea serve` sets it to False; remove it"):
+FIXED = "trust_remote_code=True: `fovea serve` sets it to False; remove it"
+
+
+@table(
+    ("key", "message"),
+    [("trust-remote-code", FIXED), ("trust_remote_code", FIXED), ("api-key", "use --api-key-env")],
+)
+def test_what_is_fixed_or_secret_is_on_no_command_line_in_either_spelling(
+    key: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         command(tmp_path, **{key: True})
-
-
-def test_the_key_is_on_no_command_line_in_either_spelling(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="use --api-key-env"):
-        command(tmp_path, **{"api-key": "secret"})
 
 
 def test_a_limit_of_images_leaves_videos_off(tmp_path: Path) -> None:
@@ -50,17 +54,17 @@ def test_a_limit_of_images_leaves_videos_off(tmp_path: Path) -> None:
     assert json.loads(words[words.index("--limit-mm-per-prompt") + 1]) == {"video": 0, "image": 2}
 
 
-@pytest.mark.parametrize("name", ["..", ".", "a/b", "/tmp", "run-0123456789abcdef/..", "run-0123456789abcdef"])
+@table("name", ["..", ".", "a/b", "/tmp", "run-0123456789abcdef/..", "run-0123456789abcdef"])
 def test_a_worker_reads_weight_syncs_in_its_own_folder_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights").mkdir(exist_ok=True)
     (tmp_path / "stolen.safetensors").write_bytes(b"")
     monkeypatch.setenv(WEIGHTS_DIR_ENV, str(tmp_path / "weights"))
     assert "no weight sync" in FolderReceiver().load_sync(name, True, {})["problem"]
 
 
-@pytest.mark.parametrize(
+@table(
     ("held", "takes_over", "is_refused"),
     [("1" * 16, False, True), ("1" * 16, True, False), ("2" * 16, False, False), ("", False, False)],
 )
@@ -74,14 +78,21 @@ def test_a_weight_sync_over_that_of_another_run_is_refused(
     assert ("another run" in problem) == is_refused, problem
 
 
+def begun(folder: Path) -> SyncFolder:
+    """A folder in which a weight sync has begun."""
+    syncs = SyncFolder(folder, torch.float32, str)
+    syncs.begin()
+    return syncs
+
+
 def syncs_in(folder: Path) -> list[str]:
     return [str(each.relative_to(folder)) for each in folder.glob("run-*/[0-9]*") if each.is_dir()]
 
 
 def test_pushes_that_broke_off_are_deleted_with_the_next(tmp_path: Path) -> None:
-    syncs = SyncFolder(tmp_path, torch.float32, str)
-    for _ in range(3):
-        syncs.begin()
+    syncs = begun(tmp_path)
+    syncs.begin()
+    syncs.begin()
     assert len(syncs_in(tmp_path)) == 3
     syncs.delete_older()
     assert syncs_in(tmp_path) == [syncs.finish().name]
@@ -97,19 +108,16 @@ from fovea.rollout.vllm.sync_folder import SyncFolder
 SyncFolder(Path({str(tmp_path)!r}), torch.float32, str).begin()
 os.kill(os.getpid(), 9)
 """
-    living = SyncFolder(tmp_path, torch.float32, str)
-    living.begin()
+    living = begun(tmp_path)
     subprocess.run([sys.executable, "-c", code], check=False)
     assert len(syncs_in(tmp_path)) == 2
-    later = SyncFolder(tmp_path, torch.float32, str)
-    later.begin()
+    later = begun(tmp_path)
     assert sorted(syncs_in(tmp_path)) == sorted([living.finish().name, later.finish().name])
 
 
 def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
     """The limit of a file's length stands in for it: the write itself fails."""
-    syncs = SyncFolder(tmp_path, torch.float32, str)
-    syncs.begin()
+    syncs = begun(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
@@ -120,27 +128,21 @@ def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
 
 
 def test_files_of_a_weight_sync_can_be_read_by_whoever_can_read_its_folder(tmp_path: Path) -> None:
-    syncs = SyncFolder(tmp_path, torch.float32, str)
-    syncs.begin()
+    syncs = begun(tmp_path)
     syncs.write([("x", torch.zeros(2))])
     folder = tmp_path / syncs.finish().name
     (file,) = folder.iterdir()
     assert file.stat().st_mode & 0o444 == folder.stat().st_mode & 0o444
 
 
-class Engine:
-    """vLLM behind the middleware: a weight sync is loaded, or refused as that of another run."""
-
-    def __init__(self, *, is_refused: bool = False) -> None:
-        self.is_refused = is_refused
-
-    async def collective_rpc(self, _method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
-        return [{"problem": "another run"} if self.is_refused else {"arrived": args[0]}]
-
-
 def test_an_answer_that_was_begun_before_other_weights_came_is_refused() -> None:
     """The weight sync comes while a request waits in the engine, past the first check; other methods are not called."""
-    engine = Engine()
+    is_refused = False
+
+    async def collective_rpc(_method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        return [{"problem": "another run"} if is_refused else {"arrived": args[0]}]
+
+    engine = SimpleNamespace(collective_rpc=collective_rpc)
     vllm = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
 
     async def amid(_scope: Message, _receive: Receive, send: Send) -> None:
@@ -151,22 +153,25 @@ def test_an_answer_that_was_begun_before_other_weights_came_is_refused() -> None
 
     async def load(name: str, method: str = "load_sync") -> int:
         body = json.dumps({"method": method, "args": [name, True, {}]}).encode()
-        return await status_of(server, "/collective_rpc", body=body, app_state=vllm)
+        return (await answer_of(server, "/collective_rpc", body, app_state=vllm))[0]
+
+    async def generate(name: str) -> int:
+        return (await answer_of(server, "/generate", x_fovea_sync=name))[0]
 
     async def use() -> None:
+        nonlocal is_refused
         assert await load("run-1/0", "save_sharded_state") == 403
-        assert await status_of(server, "/generate", x_fovea_sync="run-1/0") == 409
+        assert await generate("run-1/0") == 409
         assert await load("run-1/0") == 200
-        assert await status_of(server, "/generate", x_fovea_sync="run-1/0") == 409
-        assert await status_of(server, "/generate", x_fovea_sync="run-1/0") == 409
-        engine.is_refused = True
-        assert await status_of(server, "/generate", x_fovea_sync="run-2/0") == 200
+        assert [await generate("run-1/0"), await generate("run-1/0")] == [409, 409]
+        is_refused = True
+        assert await generate("run-2/0") == 200
 
     wait_for(use())
 
 
-RECEIVED = (200, b"")
-EMPTIED = (200, b'{"success": true}')
+RECEIVED, EMPTIED = (200, b""), (200, b'{"success": true}')
+FACTS = {"dtype": "float32", "max_model_len": 64, "max_images": 1}
 
 
 def answer(**found: object) -> tuple[int, bytes]:
@@ -175,20 +180,13 @@ def answer(**found: object) -> tuple[int, bytes]:
 
 
 def facts(held_sync: str) -> tuple[int, bytes]:
-    return answer(
-        dtype="float32",
-        logprobs_mode="processed_logprobs",
-        normalizes_pixels=False,
-        max_model_len=64,
-        max_images=1,
-        held_sync=held_sync,
-    )
+    return answer(**FACTS, logprobs_mode="processed_logprobs", normalizes_pixels=False, held_sync=held_sync)
 
 
 def engine_of(endpoint: Endpoint, folder: Path) -> VllmServers:
     return VllmServers(
         [JsonServer(endpoint.url, CallBounds(timeout_seconds=LIMIT_SECONDS, calls_at_once=4))],
-        ServerFacts(dtype="float32", max_model_len=64, max_images=1),
+        ServerFacts(**FACTS),
         SimpleNamespace(check=lambda _shapes: None, slices={}),  # type: ignore[arg-type]
         SyncFolder(folder, torch.float32, str),
         SimpleNamespace(),  # type: ignore[arg-type]

@@ -4,28 +4,69 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
 import pytest
 import torch
 
+from fovea.config.backends import VllmServersSettings
+from fovea.config.model import Model
 from fovea.errors import EngineError
+from fovea.models.tiny import TinyParts, save_tiny
 from fovea.rollout.server_guard import KEY_FILE, made_key
+from fovea.rollout.vllm.connect import connect
 from fovea.rollout.vllm.servers import VllmServers
 from fovea.types import Completion
 from fovea_gym.utils.event_loop import wait_for
-from tests.rollout.engine_suite import TOLERANCE, Served, ServingSuite, ask, equal, prompts_of
-from tests.rollout.engines.serving import served_by, sync
-from tests.rollout.serve_command import KEY, Serving
+from tests.rollout.engine_suite import LIMIT_TOKENS, TOLERANCE, Served, ServingSuite, ask, equal, prompts_of
+from tests.rollout.engines.under_test import served_by, sync
+from tests.rollout.serve_command import KEY, KEY_ENV, Serving, serving
 from tests.rollout.short_runs import QUICK, check_exact
-from tests.rollout.vllm.sites import Site, two_servers
 from tests.runs import SMALL, train_here
+from tests.tiny_models import tiny
+
+
+@dataclass(frozen=True)
+class Site:
+    """A model's folder, the folder of weight syncs, and two servers for training on them."""
+
+    parts: TinyParts
+    model: Path
+    weights: Path
+    servers: list[Serving]
+    stack: ExitStack
+
+    def start(self, port: int | None = None) -> Serving:
+        """Start a server, which ends with the stack."""
+        words = ["--api-key-env", KEY_ENV, "--for-training", str(self.weights)]
+        return self.stack.enter_context(serving(self.model, *words, port=port))
+
+    def start_again(self, number: int) -> None:
+        """Kill a server, and wait for another one in its place."""
+        self.servers[number].kill()
+        self.servers[number] = self.start(port=int(self.servers[number].url.rpartition(":")[2]))
+        self.servers[number].wait_until_ready()
+
+    def connect(self, *servers: Serving) -> VllmServers:
+        urls = tuple(each.url for each in servers or self.servers)
+        settings = VllmServersSettings(servers=urls, weights_dir=str(self.weights))
+        model = Model(path=str(self.model), dtype="float32")
+        return connect(settings, model, self.parts.processor, max_model_len=LIMIT_TOKENS)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with two_servers(tmp_path_factory.mktemp("servers")) as made:
+    """Two servers of a tiny model, which may not be ready yet. Their key is in this environment."""
+    parts, folder = tiny("qwen3_vl"), tmp_path_factory.mktemp("servers")
+    save_tiny(parts, folder / "model")
+    with ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv(KEY_ENV, KEY)
+        made = Site(parts=parts, model=folder / "model", weights=folder / "weights", servers=[], stack=stack)
+        # started together: each takes its time
+        made.servers.extend(made.start() for _ in range(2))
         yield made
 
 
@@ -40,26 +81,20 @@ def served(site: Site) -> Iterator[Served]:
         wait_for(engine.close())
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_server_starts_for_training(site: Site, number: int) -> None:
-    assert "rollout.engine=vllm_servers" in site.servers[number].wait_until_ready()
+def test_servers_start_for_training(site: Site) -> None:
+    assert all("rollout.engine=vllm_servers" in each.wait_until_ready() for each in site.servers)
 
 
 def test_a_run_trains_with_servers(site: Site, tmp_path: Path) -> None:
     """The parity gate, two steps with a weight sync each, and evaluations."""
     urls = ", ".join(each.url for each in site.servers)
-    engine = [
-        "rollout.engine=vllm_servers",
-        f"rollout.engine.servers=[{urls}]",
-        f"rollout.engine.weights_dir={site.weights}",
-    ]
+    engine = ["rollout.engine=vllm_servers", f"rollout.engine.servers=[{urls}]"]
     model = ["model.tiny=null", f"model.path={site.model}", "data.max_prompt_tokens=400"]
-    steps = ["max_steps=2", "rollout.max_new_tokens=8"]
-    train_here("shapes", tmp_path, *SMALL, *QUICK, *engine, *model, *steps)
+    more = [f"rollout.engine.weights_dir={site.weights}", "max_steps=2", "rollout.max_new_tokens=8"]
+    train_here("shapes", tmp_path, *SMALL, *QUICK, *engine, *model, *more)
     check_exact(tmp_path, "vllm_servers", 2)
-    assert made_key(site.weights) not in "".join(
-        file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file()
-    )
+    files = [file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file()]
+    assert made_key(site.weights) not in "".join(files)
 
 
 class TestServers(ServingSuite):
@@ -166,7 +201,7 @@ def test_a_server_that_is_killed_costs_no_request_and_one_that_returns_has_the_p
 
 def test_no_completion_is_drawn_from_the_weights_of_another_run(site: Site) -> None:
     """A second run syncs while the first has nothing running; the last test, with its own runs."""
-    first, other = (site.connect(servers=(site.servers[0].url,)) for _ in range(2))
+    first, other = (site.connect(site.servers[0]) for _ in range(2))
     request = ask("mine", prompts_of(site.parts)[2], n=2)
     try:
         sync(first, site.parts, 1)

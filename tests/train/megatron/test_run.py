@@ -30,8 +30,8 @@ from gym_tests.environments.files import row
 from tests.cluster.torchrun_runs import run_on
 from tests.policies import weights_of
 from tests.rollout.serve_command import serving
-from tests.rollout.short_runs import check_exact, wait_for_steps
-from tests.runs import HASH_REWARD, untimed
+from tests.rollout.short_runs import check_exact
+from tests.runs import HASH_REWARD, untimed, wait_for_steps
 from tests.tiny_models import save, tiny
 from tests.train.megatron.commands import SHAPES, environment, fovea
 from tests.train.megatron.equal_steps import SIZES, megatron_policy
