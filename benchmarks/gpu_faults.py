@@ -23,6 +23,7 @@ LOG = "pytest.log"
 KERNEL = "fovea/rollout/embedded/paged_triton.py"
 TRIAL = "fovea/rollout/embedded/paged_attention.py"
 CACHE = "fovea/rollout/embedded/paged_cache.py"
+OPTIMIZER, OPTIMIZER_TESTS = "fovea/train/torch/optimizer.py", "tests/train/test_optimizer.py"
 TWIN = "tests/rollout/test_paged_attention.py::test_the_kernel_equals_its_plain_twin"
 PAGED = "tests/rollout/test_paged_attention.py"
 PREEMPTION = "tests/rollout/test_preemption.py::test_preempted_completions_are_those_of_an_engine_with_room"
@@ -172,6 +173,34 @@ FAULTS = (
         before="torch.addmm(sum_WE, of_logits_WA, hidden_AE, out_dtype=torch.float32, out=sum_WE)",
         after="sum_WE.add_(of_logits_WA @ hidden_AE)",
         tests="tests/models/test_head_gradients.py::test_on_a_gpu_products_of_chunks_are_added_by_the_product_itself",
+    ),
+    Fault(
+        name="host masters: all gradients are in host memory at once",
+        file=OPTIMIZER,
+        before="most = BUCKET_BYTES // torch.float32.itemsize",
+        after="most = 2**60",
+        tests=f"{OPTIMIZER_TESTS}::test_the_host_holds_two_buckets_of_gradients_and_waits_once_for_each",
+    ),
+    Fault(
+        name="host masters: a bucket arrives where the host computes with the one before",
+        file=OPTIMIZER,
+        before="buffers[number % 2]",
+        after="buffers[0]",
+        tests=f"{OPTIMIZER_TESTS}::test_a_step_by_buckets_is_the_whole_step_bit_for_bit",
+    ),
+    Fault(
+        name="host masters: each part of a parameter counts as a step",
+        file=OPTIMIZER,
+        before='state["step"] if rows.are_last else state["step"].clone()',
+        after='state["step"]',
+        tests=f"{OPTIMIZER_TESTS}::test_a_step_by_buckets_is_the_whole_step_bit_for_bit",
+    ),
+    Fault(
+        name="host masters: weights are uploaded from pageable memory",
+        file=OPTIMIZER,
+        before="                copy_pinned(master, rows.of(rows.parameter))",
+        after="                rows.of(rows.parameter).copy_(master)",
+        tests=f"{OPTIMIZER_TESTS}::test_the_host_holds_two_buckets_of_gradients_and_waits_once_for_each",
     ),
     Fault(
         name="segments of a GPU's memory do not grow",
