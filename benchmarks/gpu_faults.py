@@ -23,6 +23,7 @@ LOG = "pytest.log"
 KERNEL = "fovea/rollout/embedded/paged_triton.py"
 TRIAL = "fovea/rollout/embedded/paged_attention.py"
 CACHE = "fovea/rollout/embedded/paged_cache.py"
+STATES = "fovea/rollout/embedded/states.py"
 OPTIMIZER, OPTIMIZER_TESTS = "fovea/train/torch/optimizer.py", "tests/train/test_optimizer.py"
 TWIN = "tests/rollout/test_paged_attention.py::test_the_kernel_equals_its_plain_twin"
 PAGED = "tests/rollout/test_paged_attention.py"
@@ -130,6 +131,20 @@ FAULTS = (
         before="new.length_B[index], new.token_B[index] = length,",
         after="new.length_B[index], new.token_B[index] = length + 1,",
         tests=PREEMPTION,
+    ),
+    Fault(
+        name="Qwen3.5: a prefill copies an index from pageable memory",
+        file=STATES,
+        before="to_device(torch.tensor([span.prompt - first for span in spans]), self._device)",
+        after="torch.tensor([span.prompt - first for span in spans], device=self._device)",
+        tests="tests/rollout/test_device_waits.py",
+    ),
+    Fault(
+        name="Qwen3.5: finished rows copy the states of all others",
+        file=STATES,
+        before="                states[targets] = states[sources]",
+        after="                states = states.clone()\n                states[targets] = states[sources]",
+        tests="tests/rollout/test_delta_states.py::test_states_of_one_layer_at_a_time_are_in_memory_twice",
     ),
     Fault(
         name="vLLM under torchrun: every rank on GPU 0",

@@ -32,8 +32,8 @@ def engine_on_meta(family: str = "qwen3_vl") -> EmbeddedEngine:
     return engine
 
 
-def requests(sampling: Sampling, **more: object) -> list[Request]:
-    prompts = mixed_prompts(tiny("qwen3_vl"))
+def requests(sampling: Sampling, family: str = "qwen3_vl", **more: object) -> list[Request]:
+    prompts = mixed_prompts(tiny(family))
     return [
         Request(id=str(i), prompt=prompt, sampling=replace(sampling, seed=i), n=ROWS, **more)  # type: ignore[arg-type]
         for i, prompt in enumerate(prompts)
@@ -62,9 +62,10 @@ def rollout(
     ids=["training", "evaluation", "all needs"],
 )
 @pytest.mark.parametrize("syncs", [1, 5])
-def test_a_rollout_waits_once_a_sync_and_twice_for_what_ended(sampling: Sampling, syncs: int) -> None:
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_a_rollout_waits_once_a_sync_and_twice_for_what_ended(sampling: Sampling, syncs: int, family: str) -> None:
     """Numbers of rows, prompts and tokens make no difference, and nothing is copied from pageable memory."""
-    completions, waits = rollout(engine_on_meta(), requests(sampling), syncs)
+    completions, waits = rollout(engine_on_meta(family), requests(sampling, family), syncs)
     assert [len(each) for each in completions] == [ROWS] * 3
     assert sorted(waits.values()) == sorted([2, syncs]), waits
 

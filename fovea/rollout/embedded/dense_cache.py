@@ -242,7 +242,7 @@ class DenseCache:
     def writer(self, spans: Sequence[TokenSpan]) -> Store:
         device = self._like.device
         prompt_N = to_device(torch.cat([torch.full((span.end - span.start,), span.prompt) for span in spans]), device)
-        token_N = torch.cat([torch.arange(span.start, span.end) for span in spans]).to(device)
+        token_N = to_device(torch.cat([torch.arange(span.start, span.end) for span in spans]), device)
 
         def store(layer: int, key_NJD: Tensor, value_NJD: Tensor) -> None:
             keys, values = self._prompts.layers[layer]
