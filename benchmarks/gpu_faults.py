@@ -4,7 +4,8 @@
     python -m benchmarks.gpu_faults --only "vLLM"
 
 Prints a Markdown table of the tests that fail. Tests of the kernel run in SGLang's environment (`.venv-sglang`), which
-has Triton, and tests of vLLM in `.venv-vllm`. Exits with 1 if a fault is not noticed or a test fails without a fault.
+has Triton, tests of vLLM in `.venv-vllm`, and tests of Megatron in `.venv-megatron`. Exits with 1 if a fault is not
+noticed or a test fails without a fault.
 """
 
 from __future__ import annotations
@@ -145,6 +146,14 @@ FAULTS = (
         before="                states[targets] = states[sources]",
         after="                states = states.clone()\n                states[targets] = states[sources]",
         tests="tests/rollout/test_delta_states.py::test_states_of_one_layer_at_a_time_are_in_memory_twice",
+    ),
+    Fault(
+        name="Megatron: rotary positions read the end of each row, twice per layer",
+        file="fovea/train/megatron/model.py",
+        before="        rotate_without_waits()",
+        after="        pass",
+        tests="tests/train/megatron/test_model.py::test_rotary_positions_of_packed_rows_read_nothing",
+        environment=".venv-megatron",
     ),
     Fault(
         name="vLLM under torchrun: every rank on GPU 0",
