@@ -24,7 +24,7 @@ LOG = "pytest.log"
 KERNEL = "fovea/rollout/embedded/paged_triton.py"
 TRIAL = "fovea/rollout/embedded/paged_attention.py"
 CACHE = "fovea/rollout/embedded/paged_cache.py"
-STATES = "fovea/rollout/embedded/states.py"
+STATES, PREFILL = "fovea/rollout/embedded/states.py", "fovea/rollout/embedded/prefill.py"
 OPTIMIZER, OPTIMIZER_TESTS = "fovea/train/torch/optimizer.py", "tests/train/test_optimizer.py"
 TWIN = "tests/rollout/test_paged_attention.py::test_the_kernel_equals_its_plain_twin"
 PAGED = "tests/rollout/test_paged_attention.py"
@@ -154,6 +154,20 @@ FAULTS = (
         after="        pass",
         tests="tests/train/megatron/test_model.py::test_rotary_positions_of_packed_rows_read_nothing",
         environment=".venv-megatron",
+    ),
+    Fault(
+        name="later turns: attention of each conversation by itself",
+        file=PREFILL,
+        before='if fastest_kernel(heads_of(shape, device, like.dtype)) == "varlen":',
+        after="if False:",
+        tests="tests/rollout/test_device_waits.py::test_later_turns_launch_as_much_for_many_conversations_as_for_one",
+    ),
+    Fault(
+        name="later turns: a conversation has as many keys as another one",
+        file=PREFILL,
+        before="keys=Segments.of(ends, device)",
+        after="keys=Segments.of(ends[::-1], device)",
+        tests="tests/rollout/test_two_turns.py::test_later_turns_of_all_conversations_attend_in_one_call_per_layer",
     ),
     Fault(
         name="vLLM under torchrun: every rank on GPU 0",
