@@ -163,10 +163,10 @@ FAULTS = (
         tests="tests/rollout/test_device_waits.py::test_later_turns_launch_as_much_for_many_conversations_as_for_one",
     ),
     Fault(
-        name="later turns: a conversation has as many keys as another one",
+        name="later turns: new tokens see the tokens after them",
         file=PREFILL,
-        before="keys=Segments.of(ends, device)",
-        after="keys=Segments.of(ends[::-1], device)",
+        before="causal=True, scale=scale",
+        after="causal=False, scale=scale",
         tests="tests/rollout/test_two_turns.py::test_later_turns_of_all_conversations_attend_in_one_call_per_layer",
     ),
     Fault(
