@@ -4,7 +4,8 @@
     python -m benchmarks.gpu_faults --only "vLLM"
 
 Prints a Markdown table of the tests that fail. Tests of the kernel run in SGLang's environment (`.venv-sglang`), which
-has Triton, and tests of vLLM in `.venv-vllm`. Exits with 1 if a fault is not noticed or a test fails without a fault.
+has Triton, tests of vLLM in `.venv-vllm`, and tests of Megatron in `.venv-megatron`. Exits with 1 if a fault is not
+noticed or a test fails without a fault.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ LOG = "pytest.log"
 KERNEL = "fovea/rollout/embedded/paged_triton.py"
 TRIAL = "fovea/rollout/embedded/paged_attention.py"
 CACHE = "fovea/rollout/embedded/paged_cache.py"
+STATES, PREFILL = "fovea/rollout/embedded/states.py", "fovea/rollout/embedded/prefill.py"
+OPTIMIZER, OPTIMIZER_TESTS = "fovea/train/torch/optimizer.py", "tests/train/test_optimizer.py"
 TWIN = "tests/rollout/test_gpu_decoding.py::test_the_kernel_equals_its_plain_twin"
 PAGED = "tests/rollout/test_gpu_decoding.py"
 PREEMPTION = "tests/rollout/test_batching.py::test_preempted_completions_are_those_of_an_engine_with_room"
@@ -83,7 +86,7 @@ FAULTS = (
         name="split keys: some rows are not written",
         file=KERNEL,
         before="merge_splits[(rows * heads,)]",
-        after="merge_splits[(rows * heads // splits,)]",
+        after="merge_splits[(rows * heads // 2,)]",
         tests=TWIN,
         environment=".venv-sglang",
     ),
@@ -131,6 +134,42 @@ FAULTS = (
         tests=PREEMPTION,
     ),
     Fault(
+        name="Qwen3.5: a prefill copies an index from pageable memory",
+        file=STATES,
+        before="to_device(torch.tensor([span.prompt - first for span in spans]), self._device)",
+        after="torch.tensor([span.prompt - first for span in spans], device=self._device)",
+        tests="tests/rollout/test_gpu_decoding.py",
+    ),
+    Fault(
+        name="Qwen3.5: finished rows copy the states of all others",
+        file=STATES,
+        before="                states[targets] = states[sources]",
+        after="                states = states.clone()\n                states[targets] = states[sources]",
+        tests="tests/rollout/test_delta_states.py::test_states_of_one_layer_at_a_time_are_in_memory_twice",
+    ),
+    Fault(
+        name="Megatron: rotary positions read the end of each row, twice per layer",
+        file="fovea/train/megatron/model.py",
+        before="        rotate_without_waits()",
+        after="        pass",
+        tests="tests/train/megatron/test_model.py::test_rotary_positions_of_packed_rows_read_nothing",
+        environment=".venv-megatron",
+    ),
+    Fault(
+        name="later turns: attention of each conversation by itself",
+        file=PREFILL,
+        before='if fastest_kernel(heads_of(shape, device, like.dtype)) == "varlen":',
+        after="if False:",
+        tests="tests/rollout/test_gpu_decoding.py::test_later_turns_launch_as_much_for_many_conversations_as_for_one",
+    ),
+    Fault(
+        name="later turns: new tokens see the tokens after them",
+        file=PREFILL,
+        before="causal=True, scale=scale",
+        after="causal=False, scale=scale",
+        tests="tests/rollout/test_turns.py::test_later_turns_of_all_conversations_attend_in_one_call_per_layer",
+    ),
+    Fault(
         name="vLLM under torchrun: every rank on GPU 0",
         file="fovea/rollout/vllm/arguments.py",
         before='"device_ids": gpus,',
@@ -172,6 +211,34 @@ FAULTS = (
         before="torch.addmm(sum_WE, of_logits_WA, hidden_AE, out_dtype=torch.float32, out=sum_WE)",
         after="sum_WE.add_(of_logits_WA @ hidden_AE)",
         tests="tests/models/test_token_logprobs.py::test_on_a_gpu_products_of_chunks_are_added_by_the_product_itself",
+    ),
+    Fault(
+        name="host masters: all gradients are in host memory at once",
+        file=OPTIMIZER,
+        before="most = BUCKET_BYTES // torch.float32.itemsize",
+        after="most = 2**60",
+        tests=f"{OPTIMIZER_TESTS}::test_the_host_holds_two_buckets_of_gradients_and_waits_once_for_each",
+    ),
+    Fault(
+        name="host masters: a bucket arrives where the host computes with the one before",
+        file=OPTIMIZER,
+        before="buffers[number % 2]",
+        after="buffers[0]",
+        tests=f"{OPTIMIZER_TESTS}::test_a_step_by_buckets_is_the_whole_step_bit_for_bit",
+    ),
+    Fault(
+        name="host masters: each part of a parameter counts as a step",
+        file=OPTIMIZER,
+        before='state["step"] if rows.are_last else state["step"].clone()',
+        after='state["step"]',
+        tests=f"{OPTIMIZER_TESTS}::test_a_step_by_buckets_is_the_whole_step_bit_for_bit",
+    ),
+    Fault(
+        name="host masters: weights are uploaded from pageable memory",
+        file=OPTIMIZER,
+        before="                copy_pinned(master, rows.of(rows.parameter))",
+        after="                rows.of(rows.parameter).copy_(master)",
+        tests=f"{OPTIMIZER_TESTS}::test_the_host_holds_two_buckets_of_gradients_and_waits_once_for_each",
     ),
     Fault(
         name="segments of a GPU's memory do not grow",

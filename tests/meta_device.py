@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fovea.models.transfer import to_device
+from fovea.models.transfer import copy_pinned, to_device
 from fovea.utils.host_waits import host_waits
 
 META = torch.device("meta")
@@ -43,7 +43,9 @@ class NoPageableCopies(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in MAKES_TENSORS or (func in COPIES and args[-1 if func is Tensor.copy_ else 0].device.type == "cpu"):
-            assert out.device != META or _is_called_from(to_device), f"{func.__name__} of {tuple(out.shape)} numbers"
+            assert out.device != META or _is_called_from(to_device, copy_pinned), (
+                f"{func.__name__} of {tuple(out.shape)} numbers"
+            )
         return out
 
 
@@ -129,8 +131,9 @@ def _place() -> str:
     return "outside" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def _is_called_from(function: Callable[..., object]) -> bool:
+def _is_called_from(*functions: Callable[..., object]) -> bool:
+    codes = [function.__code__ for function in functions]  # type: ignore[attr-defined]
     frame: FrameType | None = currentframe()
-    while frame is not None and frame.f_code is not function.__code__:  # type: ignore[attr-defined]
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None

@@ -1,4 +1,4 @@
-"""Copies from the host to the device of a pass, without making the host wait."""
+"""Copies from the host to the device, without making the host wait."""
 
 from __future__ import annotations
 
@@ -12,3 +12,13 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
         return host.to(device)
     # pinned first: the host would wait until the GPU copies from pageable memory
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def copy_pinned(host: Tensor, target: Tensor) -> None:
+    """Copy host memory, which is pinned if the target is on a GPU, into a tensor, perhaps of another dtype.
+
+    A copy to a GPU is queued: the host must not change the memory before it waits for later work on that stream.
+    """
+    assert host.is_pinned() or not target.is_cuda, "the host would wait for a copy of pageable memory"
+    # a copy that is not queued would be converted on the host, into pageable memory
+    target.copy_(host, non_blocking=True)

@@ -80,9 +80,9 @@ class Rows:
         for i, (one, span) in enumerate(zip(requests, spans, strict=True)):
             own = [[x.split(lengths)[i].transpose(0, 1) for x in layer] for layer in given]
             for layer, (key, value) in enumerate(own):
-                stored_key, stored_value = self.cache.prompt(layer, span)
-                assert torch.equal(stored_key, key)
-                assert torch.equal(stored_value, value)
+                stored_key, stored_value = self.cache.reader([span])(layer)
+                assert torch.equal(stored_key, key.transpose(0, 1))
+                assert torch.equal(stored_value, value.transpose(0, 1))
             self.keys += [[key for key, _ in own] for _ in range(one.n)]
             self.values += [[value for _, value in own] for _ in range(one.n)]
             self.stored += [0] * one.n

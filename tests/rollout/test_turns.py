@@ -16,8 +16,10 @@ import torch
 
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts
+from fovea.models.varlen import Pairs, PlainSegments, Triple
 from fovea.rollout.agent_conversations import AgentConversations, AgentTurn
 from fovea.rollout.collect import extended
+from fovea.rollout.embedded import prefill
 from fovea.rollout.embedded.batch import DecodeBatch
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.rollout.embedded.prefill import PrefillRow
@@ -212,6 +214,29 @@ def test_without_kept_keys_the_same_is_drawn() -> None:
     generate = forgets.generate
     forgets.generate = lambda request: generate(replace(request, keep=False, continues=None))  # type: ignore[method-assign]
     assert_same_turns(sampled(parts, make_engine(parts)), sampled(parts, forgets))
+
+
+@pytest.mark.parametrize("cache", ["paged", "dense"])
+def test_later_turns_of_all_conversations_attend_in_one_call_per_layer(
+    cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, here by the plain twin of its kernel: the same is sampled as by one call for each conversation."""
+    parts = tiny("qwen3_vl")
+    one_by_one = sampled(parts, make_engine(parts, cache=cache))
+    calls: list[Pairs] = []
+    forward = PlainSegments.forward
+
+    def noted(attention: PlainSegments, inputs: Triple, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(pairs)
+        return forward(attention, inputs, pairs)
+
+    monkeypatch.setattr(PlainSegments, "forward", noted)
+    monkeypatch.setattr(prefill, "fastest_kernel", lambda _heads: "varlen")
+    assert_same_turns(one_by_one, sampled(parts, make_engine(parts, cache=cache)))
+    layers = parts.network.config.text_config.num_hidden_layers
+    passes = [layer.queries.lengths for layer in calls[::layers]]
+    assert len(calls) == layers * len(passes)
+    assert max(map(len, passes)) == 6, "2 prompts of 3 conversations each"
 
 
 @pytest.mark.parametrize("stopped", [True, False])

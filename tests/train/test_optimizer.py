@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from fovea.config.model import Model, TinyModel
 from fovea.errors import TrainError
 from fovea.models.tiny import TinyParts
-from fovea.models.trainable import trainable_parameters
+from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.train.adamw import AdamWSettings
 from fovea.train.ranks import ALONE
+from fovea.train.torch import optimizer as optimizer_module
 from fovea.train.torch.checkpoint import StagedShards
 from fovea.train.torch.optimizer import MasterWeights, Optimizer
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
+from tests.host_bytes import HostBytes
+from tests.meta_device import META, PretendedDevice
 from tests.policies import (
+    APART,
     flat_weights,
     gradients_and_metrics,
+    make_batch,
     make_policy,
     many_groups,
+    named,
     train_settings,
     update_gradients,
+    weights_of,
+    with_advantage,
 )
 from tests.reference import largest_relative_difference
+from tests.saved import save_policy
 from tests.tiny_models import tiny
 
 
@@ -111,6 +123,112 @@ def test_masters_on_the_host_take_the_same_steps(tmp_path: Path) -> None:
         assert torch.equal(masters, one)
     trained = {x.data_ptr() for x in resumed.parameters.values()}
     assert trained.isdisjoint(x.data_ptr() for x in resumed.masters.by_name.values())
+
+
+BUCKET_BYTES = 2**10
+
+
+def odd_parameters(dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, nn.Parameter]:
+    """Parameters that share a bucket, fill one, and need several of BUCKET_BYTES, with rows of odd lengths."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((37, 13), (5,), (), (1000,), (3, 17, 19), (7, 2), (640,), (2, 2))
+    return {str(shape): nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes}
+
+
+def optimizer_at_rates(parameters: dict[str, nn.Parameter], **train: object) -> Optimizer:
+    """An optimizer with four parameter groups: matrices and others, at two learning rates."""
+    settings = train_settings(learning_rate=0.1, weight_decay=0.5, max_grad_norm=1.0, **train)
+    ratios = dict.fromkeys(list(parameters)[::2], 3.0)
+    adamw = AdamWSettings.of_run(settings, max_steps=10)
+    return Optimizer(parameters, adamw, on_host=settings.backend.cpu_offload, rate_ratios=ratios)
+
+
+def step_without_some(optimizer: Optimizer, number: int) -> None:
+    """A clipped step in which a parameter has no gradient, one more each time."""
+    optimizer.zero_grad()
+    for index, parameter in enumerate(optimizer.parameters.values()):
+        if index >= number:
+            generator = torch.Generator().manual_seed(10 * number + index)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.set_rate(number)
+    assert optimizer.clip() > 1
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_by_buckets_is_the_whole_step_bit_for_bit(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clipped, with parameter groups, parameters without a gradient, and a resumed run with other buckets."""
+    monkeypatch.setattr(optimizer_module, "BUCKET_BYTES", BUCKET_BYTES)
+    offload = {"backend": {"cpu_offload": True}}
+    whole, by_buckets = optimizer_at_rates(odd_parameters(dtype)), optimizer_at_rates(odd_parameters(dtype), **offload)
+    for number in range(3):
+        step_without_some(whole, number)
+        step_without_some(by_buckets, number)
+        assert all(parameter.grad is None for parameter in by_buckets.parameters.values())
+    save(by_buckets, tmp_path)
+    resumed = optimizer_at_rates(odd_parameters(dtype), **offload)
+    resumed.load(tmp_path, "policy")
+    monkeypatch.setattr(optimizer_module, "BUCKET_BYTES", 3 * BUCKET_BYTES)
+    for optimizer in (whole, resumed):
+        step_without_some(optimizer, 3)
+    assert all(torch.equal(one, other) for one, other in zip(values(whole), values(resumed), strict=True))
+    expected, found = (
+        {f"{folder}/{name}": x for folder, each in optimizer.tensors("policy").items() for name, x in each.items()}
+        for optimizer in (whole, resumed)
+    )
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4}}], ids=["full", "LoRA"])
+def test_updates_with_masters_on_the_host_are_those_without(
+    model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with three learning rates; one update is skipped, and the last one is of a resumed run."""
+    monkeypatch.setattr(optimizer_module, "BUCKET_BYTES", 2**13)
+    found = []
+    for offload in (False, True):
+        folder = tmp_path / str(offload)
+        folder.mkdir()
+        for is_resumed in (False, True):
+            parts = tiny("qwen3_vl")
+            choose_trainable(parts.network, Model(tiny=TinyModel(), **model), seed=0)
+            backend = {"cpu_offload": offload}
+            policy = make_policy(parts, max_grad_norm=0.01, lr_warmup_steps=0, backend=backend, **APART)
+            batch = named(make_batch(parts))
+            if is_resumed:
+                policy.load(folder)
+            else:
+                policy.update(batch)
+                assert policy.update(with_advantage(batch, 1, np.nan))["updates_skipped"] == 1
+                save_policy(policy, folder)
+        assert policy.update(batch)["updates_skipped"] == 0
+        found.append({name: weight.clone() for name, weight in weights_of(policy).items()})
+    whole, by_buckets = found
+    assert whole.keys() == by_buckets.keys()
+    assert all(torch.equal(whole[name], by_buckets[name]) for name in whole)
+
+
+def test_the_host_holds_two_buckets_of_gradients_and_waits_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once all gradients were in host memory before the first weight was updated: 4 bytes for each."""
+    monkeypatch.setattr(optimizer_module, "BUCKET_BYTES", BUCKET_BYTES, raising=False)
+    parameters = odd_parameters(torch.bfloat16, META)
+    del parameters["(3, 17, 19)"]  # has too few rows to be divided
+    with PretendedDevice() as made:
+        optimizer = optimizer_at_rates(parameters, backend={"cpu_offload": True})
+        made.waits.clear()
+    optimizer.make_moments()
+    optimizer.set_rate(0)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter, dtype=torch.float32)
+    num_bytes = sum(4 * parameter.numel() for parameter in parameters.values())
+    with HostBytes() as host, PretendedDevice() as device:
+        optimizer.step()
+    numbers_of_steps = 4 * len(parameters)
+    assert host.most <= 2 * BUCKET_BYTES + numbers_of_steps < num_bytes
+    assert num_bytes / BUCKET_BYTES <= sum(device.waits.values()) <= 1.5 * num_bytes / BUCKET_BYTES
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """The interface of the KV cache.
 
-Axes: `B` rows of the decode batch, `J` key heads, `D` width of a head, `N` tokens of a prefill pass.
+Axes: `B` rows of the decode batch, `J` key heads, `D` width of a head, `N` tokens of a prefill pass, `M` tokens that a
+pass attends to.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ Store = Callable[[int, Tensor, Tensor], None]
 """Writes the keys and values of a prefill pass: (layer, keys [N, J, D], values [N, J, D])."""
 
 
+Load = Callable[[int], tuple[Tensor, Tensor]]
+"""Keys and values [M, J, D] of the M tokens that a prefill pass attends to, in a layer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpan:
     """The tokens from `start` to `end` of one prompt in the cache."""
@@ -104,8 +109,8 @@ class Cache(Protocol):
         """Make room for these numbers of completion tokens; returns False without any change if memory is short."""
         ...
 
-    def prompt(self, layer: int, span: TokenSpan) -> tuple[Tensor, Tensor]:
-        """Return keys and values [J, span.end, D] of a prompt, from its first token to the end of the span."""
+    def reader(self, spans: Sequence[TokenSpan]) -> Load:
+        """Return a function that loads a layer of these prompts, each from its first token to the end of its span."""
         ...
 
     def remove(self, finished: Sequence[int]) -> None:

@@ -141,8 +141,8 @@ class CudaCapture:
             function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # one pool for all graphs, which are never replayed at the same time
-        with torch.cuda.graph(graph, pool=self._pool):
+        # one pool for all graphs, which are never replayed at the same time; calls of other threads end no capture
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = function()
         self._pool = graph.pool()
 

@@ -10,14 +10,14 @@ tokens, `X` rows of a buffer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
 from fovea.models.transfer import to_device
-from fovea.rollout.embedded.cache import Moves, Store, TokenSpan, fill_holes, grown_capacity
+from fovea.rollout.embedded.cache import Load, Moves, Store, TokenSpan, fill_holes, grown_capacity
 from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.states import DeltaStates
 
@@ -240,9 +240,7 @@ class DenseCache:
         return first
 
     def writer(self, spans: Sequence[TokenSpan]) -> Store:
-        device = self._like.device
-        prompt_N = to_device(torch.cat([torch.full((span.end - span.start,), span.prompt) for span in spans]), device)
-        token_N = torch.cat([torch.arange(span.start, span.end) for span in spans]).to(device)
+        prompt_N, token_N = self._index(spans)
 
         def store(layer: int, key_NJD: Tensor, value_NJD: Tensor) -> None:
             keys, values = self._prompts.layers[layer]
@@ -251,10 +249,20 @@ class DenseCache:
 
         return store
 
-    def prompt(self, layer: int, span: TokenSpan) -> tuple[Tensor, Tensor]:
-        # a view, not a copy
-        keys, values = self._prompts.layers[layer][:, span.prompt, :, : span.end]
-        return keys, values
+    def reader(self, spans: Sequence[TokenSpan]) -> Load:
+        prompt_M, token_M = self._index([replace(span, start=0) for span in spans])
+
+        def load(layer: int) -> tuple[Tensor, Tensor]:
+            keys, values = self._prompts.layers[layer]
+            return keys[prompt_M, :, token_M], values[prompt_M, :, token_M]
+
+        return load
+
+    def _index(self, spans: Sequence[TokenSpan]) -> tuple[Tensor, Tensor]:
+        """Index of the prompt, and place in it, of each token of the spans."""
+        prompt_N = torch.cat([torch.full((span.end - span.start,), span.prompt) for span in spans])
+        token_N = torch.cat([torch.arange(span.start, span.end) for span in spans])
+        return to_device(prompt_N, self._like.device), to_device(token_N, self._like.device)
 
     def copy_row(self, row: int, tokens: int) -> list[Tensor]:
         prompt = self._prompt_of_row[row]

@@ -5,8 +5,8 @@ prompt is copied into the first page of each completion. A completion allocates 
 kernel may read the full pages once for several completions: `SharedPrompts` says for which.
 
 Axes: `B` rows of the decode batch, `H` query heads, `J` key heads, `D` width of a head, `N` tokens of a prefill pass,
-`M` slots that they are written to, `S` tokens of a page, `Z` pages of the pool, `X` pages of the longest row, `R` rows
-that share a prompt. A slot is the index of a token in the flattened pool: page x S + offset.
+`M` slots that a pass reads or writes, `S` tokens of a page, `Z` pages of the pool, `X` pages of the longest row, `R`
+rows that share a prompt. A slot is the index of a token in the flattened pool: page x S + offset.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
 from fovea.models.transfer import to_device
-from fovea.rollout.embedded.cache import Store, TokenSpan, fill_holes
+from fovea.rollout.embedded.cache import Load, Store, TokenSpan, fill_holes
 from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.utils.tensor_records import map_tensors
 
@@ -191,12 +191,20 @@ class PagedCache:
 
         return store
 
-    def prompt(self, layer: int, span: TokenSpan) -> tuple[Tensor, Tensor]:
-        prompt = self._prompts[span.prompt]
-        # the rest of the prompt is in the first page of every row, so any row will do
-        pages = to_device(torch.tensor([*prompt.pages, prompt.rows[0].pages[0]]), self.pools[layer].device)
-        keys, values = self.pools[layer][:, pages].flatten(1, 2)[:, : span.end].transpose(1, 2)
-        return keys, values
+    def reader(self, spans: Sequence[TokenSpan]) -> Load:
+        offset_S, slots = torch.arange(self.page_tokens), []
+        for span in spans:
+            prompt = self._prompts[span.prompt]
+            # the rest of the prompt is in the first page of every row, so any row will do
+            pages = torch.tensor([*prompt.pages, prompt.rows[0].pages[0]])
+            slots.append((pages[:, None] * self.page_tokens + offset_S).flatten()[: span.end])
+        slot_M = to_device(torch.cat(slots), self.pools[0].device)
+
+        def load(layer: int) -> tuple[Tensor, Tensor]:
+            keys, values = self.pools[layer].flatten(1, 2).index_select(1, slot_M)
+            return keys, values
+
+        return load
 
     def copy_row(self, row: int, tokens: int) -> list[Tensor]:
         live = self._rows[row]

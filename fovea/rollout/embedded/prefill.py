@@ -17,9 +17,10 @@ from torch import Tensor
 from fovea.models.decoder import Attend, DecoderShape, VisualResidual, decode
 from fovea.models.flops import Work
 from fovea.models.rope import Rope
-from fovea.models.shared_prefix.attention import causal_prompts
+from fovea.models.shared_prefix.attention import causal_prompts, fastest_kernel, heads_of
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.transfer import to_device
+from fovea.models.varlen import Pairs, Segments, segment_attention_on
 from fovea.models.vision.feature_cache import ImageFeatures, concatenate
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import Cache, TokenSpan
@@ -69,15 +70,14 @@ def prefill(
     starts = [request.first_new_token for request in requests]
     first, outs, places, start = cache.add(requests), [], [], 0
     # before any pass, since chunks attend to the kept tokens
-    for prompt, request in enumerate(requests, start=first):
-        restore(cache, prompt, request.kept)
+    restore(cache, [(prompt, each.kept) for prompt, each in enumerate(requests, start=first) if each.kept is not None])
     if cache.states is not None:
         cache.states.begin([request.kept for request in requests])
     for spans in prompt_passes(lengths, first, pass_tokens, starts):
         part = row.part(start, start + sum(span.end - span.start for span in spans))
         # the spans of a pass are whole prompts, the new tokens of several prompts, or one chunk of a single prompt
         whole = spans[0].end - spans[0].start == lengths[spans[0].prompt - first]
-        attend = prompt_attention(spans, whole, cache, shape.scale, part.hidden_NE.device)
+        attend = prompt_attention(spans, whole, cache, shape, part.hidden_NE)
         scan = None if cache.states is None else cache.states.prefill(spans, first)
         with recorder.recording(len(part.hidden_NE)) as place:
             outs.append(decode(weights.decoder, shape, part.hidden_NE, part.rope, attend, part.visual, scan))
@@ -92,13 +92,14 @@ def prefill(
     return torch.cat(outs)[to_device(last_P, row.hidden_NE.device)]
 
 
-def restore(cache: Cache, prompt: int, kept: KeptKeys | None) -> None:
-    """Write the kept KV cache of earlier turns to the beginning of a prompt's cache."""
-    if kept is None:
+def restore(cache: Cache, kept: Sequence[tuple[int, KeptKeys]]) -> None:
+    """Write the kept KV caches of earlier turns to the beginnings of prompts in the cache, given by their indices."""
+    if not kept:
         return
-    store = cache.writer([TokenSpan(prompt=prompt, start=0, end=kept.num_tokens)])
-    for layer, (keys, values) in enumerate(kept.layers):
-        store(layer, keys.transpose(0, 1), values.transpose(0, 1))
+    store = cache.writer([TokenSpan(prompt=prompt, start=0, end=keys.num_tokens) for prompt, keys in kept])
+    for layer, of_prompts in enumerate(zip(*(keys.layers for _, keys in kept), strict=True)):
+        keys, values = torch.cat(of_prompts, dim=2).transpose(1, 2)
+        store(layer, keys, values)
 
 
 def prefill_row(
@@ -152,11 +153,14 @@ def prompt_passes(
 
 
 def prompt_attention(
-    spans: Sequence[TokenSpan], whole: bool, cache: Cache, scale: float, device: torch.device
+    spans: Sequence[TokenSpan], whole: bool, cache: Cache, shape: DecoderShape, like: Tensor
 ) -> Attend:
-    """Attention of one pass, which also stores keys and values; `whole` says that the spans are whole prompts."""
-    store = cache.writer(spans)
-    sizes = [span.end - span.start for span in spans]
+    """Attention of one pass, which also stores keys and values; `whole` says that the spans are whole prompts.
+
+    `like` has the dtype and device of the pass.
+    """
+    store, scale, device = cache.writer(spans), shape.scale, like.device
+    sizes, ends = [span.end - span.start for span in spans], [span.end for span in spans]
     if whole:
         layout = shared_prefix_layout(sizes, [[] for _ in spans]).to(device)
 
@@ -165,18 +169,27 @@ def prompt_attention(
             return causal_prompts(query, key, value, layout, scale)
 
         return packed
-    masks = [_tail_mask(size, span.end, device) for size, span in zip(sizes, spans, strict=True)]
+    # keys and values are read back from the cache, which also holds the earlier tokens
+    load = cache.reader(spans)
+    if fastest_kernel(heads_of(shape, device, like.dtype)) == "varlen":
+        attention = segment_attention_on(device)
+        pairs = Pairs(queries=Segments.of(sizes, device), keys=Segments.of(ends, device), causal=True, scale=scale)
 
-    def tails(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def in_one_call(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            store(layer, key, value)
+            out, _ = attention.forward((query, *load(layer)), pairs)
+            return out
+
+        return in_one_call
+    masks = [_tail_mask(size, end, device) for size, end in zip(sizes, ends, strict=True)]
+
+    def one_by_one(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         store(layer, key, value)
-        # keys and values are read back from the cache, which also holds the earlier tokens
-        outs = [
-            _attention_of_tail(query_NHD, *cache.prompt(layer, span), mask_NL, scale)
-            for query_NHD, span, mask_NL in zip(query.split(sizes), spans, masks, strict=True)
-        ]
-        return torch.cat(outs)
+        keys, values = (x.split(ends) for x in load(layer))
+        tails = zip(query.split(sizes), keys, values, masks, strict=True)
+        return torch.cat([_attention_of_tail(q, k, v, mask_NL, scale) for q, k, v, mask_NL in tails])
 
-    return tails
+    return one_by_one
 
 
 def _tail_mask(new: int, length: int, device: torch.device) -> Tensor:
@@ -184,10 +197,10 @@ def _tail_mask(new: int, length: int, device: torch.device) -> Tensor:
     return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)
 
 
-def _attention_of_tail(query_NHD: Tensor, key_JLD: Tensor, value_JLD: Tensor, mask_NL: Tensor, scale: float) -> Tensor:
+def _attention_of_tail(query_NHD: Tensor, key_LJD: Tensor, value_LJD: Tensor, mask_NL: Tensor, scale: float) -> Tensor:
     """Causal attention of the last N of L tokens."""
-    times = query_NHD.shape[1] // len(key_JLD)
-    key, value = (x.repeat_interleave(times, 0)[None] for x in (key_JLD, value_JLD))
+    times = query_NHD.shape[1] // key_LJD.shape[1]
+    key, value = (x.transpose(0, 1).repeat_interleave(times, 0)[None] for x in (key_LJD, value_LJD))
     out = F.scaled_dot_product_attention(query_NHD.transpose(0, 1)[None], key, value, attn_mask=mask_NL, scale=scale)
     return out[0].transpose(0, 1)
 

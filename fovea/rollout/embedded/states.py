@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fovea.models.delta_rule import DeltaInputs, DeltaShape, DeltaState, Scan, delta_rule, fastest_functions
 from fovea.models.shared_prefix.layout import shared_prefix_layout
+from fovea.models.transfer import to_device
 from fovea.rollout.embedded.cache import Moves, TokenSpan
 from fovea.rollout.embedded.requests import KeptKeys
 
@@ -31,7 +32,7 @@ class DeltaStates:
 
     def clear(self) -> None:
         """Drop all states."""
-        none = self._select(self._empty, [])
+        none = DeltaState(self._empty.tail_RKC[:0], self._empty.memory_RVDF[:0])
         self._rows = [none] * sum(self._shape.is_delta)
         self._prompts: list[DeltaState] = []
 
@@ -45,7 +46,7 @@ class DeltaStates:
     def prefill(self, spans: Sequence[TokenSpan], first: int) -> Scan:
         """Return the delta rule of a pass over these spans; `first` is the index of the first prompt in the prefill."""
         layout = shared_prefix_layout([span.end - span.start for span in spans], [[] for _ in spans]).to(self._device)
-        prompts = torch.tensor([span.prompt - first for span in spans], device=self._device)
+        prompts = to_device(torch.tensor([span.prompt - first for span in spans]), self._device)
 
         def scan(layer: int, inputs: DeltaInputs) -> Tensor:
             states = self._prompts[layer]
@@ -58,11 +59,11 @@ class DeltaStates:
 
     def branch(self, completions: Sequence[int]) -> None:
         """End a prefill: append one copy of each prompt's states per completion."""
-        prompt_of_B = [prompt for prompt, count in enumerate(completions) for _ in range(count)]
-        self._rows = [
-            DeltaState.cat([rows, self._select(prompts, prompt_of_B)])
-            for rows, prompts in zip(self._rows, self._prompts, strict=True)
-        ]
+        prompt_of_B = torch.arange(len(completions)).repeat_interleave(torch.tensor(completions))
+        prompt_of_B = to_device(prompt_of_B, self._device)
+        # layer by layer, since the states of all layers would need their memory twice
+        for layer, prompts in enumerate(self._prompts):
+            self._rows[layer] = DeltaState.cat([self._rows[layer], prompts.select(prompt_of_B)])
         self._prompts = []
 
     def step(self, layer: int, inputs: DeltaInputs) -> Tensor:
@@ -72,13 +73,21 @@ class DeltaStates:
 
     def remove(self, moves: Moves) -> None:
         """Compact the rows in the same way as the KV cache."""
-        order = list(range(len(self._rows[0].tail_RKC)))
-        moves.in_list(order)
-        self._rows = [self._select(rows, order) for rows in self._rows]
+        if not moves.count:
+            self.clear()  # a view of no rows would hold the memory of all
+            return
+        sources, targets = moves.index(self._device)
+        for layer, rows in enumerate(self._rows):
+            kept = []
+            for states in (rows.tail_RKC, rows.memory_RVDF):
+                # safe in place, because sources and targets never overlap
+                states[targets] = states[sources]
+                kept.append(states[: moves.count])
+            self._rows[layer] = DeltaState(*kept)
 
     def copy_row(self, row: int) -> list[DeltaState]:
         """Copy the states of a row, one per layer."""
-        return [self._select(rows, [row]) for rows in self._rows]
-
-    def _select(self, states: DeltaState, rows: Sequence[int]) -> DeltaState:
-        return states.select(torch.tensor(rows, dtype=torch.long, device=self._device))
+        return [
+            DeltaState(rows.tail_RKC[row : row + 1].clone(), rows.memory_RVDF[row : row + 1].clone())
+            for rows in self._rows
+        ]

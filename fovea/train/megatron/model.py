@@ -46,7 +46,7 @@ from fovea.models.trainable import (
 )
 from fovea.models.transformers_versions import load_config
 from fovea.models.weights_to_sync import WeightToSync
-from fovea.train.megatron.packed_rows import PackedRows, attending_to_own_row, pack_rows
+from fovea.train.megatron.packed_rows import PackedRows, attending_to_own_row, pack_rows, rotate_without_waits
 from fovea.train.megatron.parallel import ParallelRank
 from fovea.train.model_division import FAMILIES, MIXTURE, check_division
 from fovea.utils.config_keys import check_config_keys
@@ -196,6 +196,7 @@ class MegatronModel:
         # rotary settings or fail
         pretrained.config = load_config(str(settings.path), **hub_options(settings))
         self._bridge = AutoBridge(pretrained)
+        rotate_without_waits()
         backend = config.train.backend
         assert isinstance(backend, MegatronBackend)
         check_division(shape.network.config.model_type, shape.text_config, backend)

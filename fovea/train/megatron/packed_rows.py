@@ -5,7 +5,7 @@ Axes: `N` tokens of all rows, `L` tokens of a row, `U` actions of all rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.functional import pad
@@ -20,6 +21,8 @@ from torch.nn.functional import pad
 from fovea.models.families.base import ModelFamily
 from fovea.models.plain import PlainRow
 from fovea.types import PromptImage
+
+_rotate_by_row: Callable[..., Tensor] = rope_utils._apply_rotary_pos_emb_thd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,3 +90,19 @@ def attending_to_own_row(language: Any, rows: PackedRows) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def rotate_packed_rows(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_group: Any = None, **options: Any) -> Tensor:
+    """Rotate queries or keys by the angles of their tokens, without a copy of the row boundaries to the host.
+
+    Megatron's function, with its arguments, copies each boundary separately, twice per layer.
+    """
+    if cp_group is None or cp_group.size() > 1 or len(freqs) != len(t):
+        return _rotate_by_row(t, cu_seqlens, freqs, cp_group=cp_group, **options)
+    rotated: Tensor = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, **options)
+    return rotated.squeeze(1)
+
+
+def rotate_without_waits() -> None:
+    """Make Megatron call `rotate_packed_rows`, in this process and also where backward passes recompute layers."""
+    rope_utils._apply_rotary_pos_emb_thd = rotate_packed_rows

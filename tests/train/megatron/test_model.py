@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from traceback import extract_stack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils
 from PIL import Image
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fovea.config.model import Model
 from fovea.models.head_gradients import LossGradients
@@ -88,7 +92,8 @@ def both(request: pytest.FixtureRequest, exports: dict[int, Exports]) -> Iterato
     folder = exports[5].models / request.param
     network = load_network(Model(path=str(folder), dtype="float32"))
     parts = TinyParts(network=network, processor=load_processor(Model(path=str(folder))))
-    config = settings_of(folder, train={"backend": {"name": "megatron"}})
+    train = {"backend": {"name": "megatron"}, "gradient_checkpointing": "full"}
+    config = settings_of(folder, train=train)
     shape = skeleton(config.model, load_processor(config.model).banned_ids, config.seed)
     model = MegatronModel(config, config.model, shape, ParallelRank.setup(config, shape.device))
     yield Both(by_megatron=model, by_transformers=parts.network, shape=shape, rows=rows_of(parts))
@@ -142,6 +147,27 @@ def test_a_packed_row_sees_no_other(both: Both, changed: int) -> None:
     before, after = (states_of_rows(both.by_megatron, rows) for rows in (both.rows, others))
     distances = [float((new - old).abs().max()) for old, new in zip(before, after, strict=True)]
     assert [distance > 0 for distance in distances] == [number == changed for number in range(len(others))]
+
+
+class ReadsOfPositions(TorchFunctionMode):
+    """Counts the reads of a tensor in Megatron's code for rotary positions; the host waits for a GPU at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__):
+            self.count += any(frame.filename == rope_utils.__file__ for frame in extract_stack())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rotary_positions_of_packed_rows_read_nothing(both: Both, rows: int) -> None:
+    """In a pass and in recomputed layers: Megatron reads the ends of all rows twice per layer, on a GPU one by one."""
+    with ReadsOfPositions() as reads:
+        sum(states.sum() for states in states_of_rows(both.by_megatron, both.rows[:rows])).backward()
+    assert reads.count == 0
 
 
 def states_of_rows(model: MegatronModel, rows: list[PlainRow]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from fovea.config.run import Config
+from fovea.train.torch.optimizer import BUCKET_BYTES
 from fovea_tools.plan.activations import FLOAT, Bytes, Numerics
 from fovea_tools.plan.model_sizes import ModelSizes
 
@@ -64,8 +65,9 @@ def _trained(config: Config, sizes: ModelSizes, trainable: int, ranks: int, nume
         move[OPTIMIZER] = FLOAT * MOMENTS * trainable // shards
     if not offloads(config, numerics):
         return States(stay + move, Counter())
-    # the gradients are where the optimizer's states are
-    return States(stay, move + Counter({GRADIENTS: FLOAT * trainable // shards_of(config, ranks)}))
+    # shards have their gradients beside them; of a whole model, the host has two buckets of gradients at a time
+    gradients = FLOAT * trainable // shards_of(config, ranks)
+    return States(stay, move + Counter({GRADIENTS: gradients if ranks > 1 else min(gradients, 2 * BUCKET_BYTES)}))
 
 
 def offloads(config: Config, numerics: Numerics) -> bool:
