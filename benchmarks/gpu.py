@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu --json gpu.json
     python -m benchmarks.gpu --tiny            # test the program on a CPU, in seconds; its figures mean nothing
+    python -m benchmarks.gpu --count           # bytes that a decode step reads, counted without a GPU
 
 It has four parts: agreement with the CPU; the engine's decoding speed, compared with its memory traffic; the MFU of an
 update; and a whole step compared with TRL's, if TRL is installed. Weights are random. Prompts are like Geometry3K's,
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import gpu_count
 from benchmarks.cases import Case
 from benchmarks.gpu_model import QWEN3_VL_2B, SMALL
 from benchmarks.gpu_parts import Figures, Setting, against_trl, decoding, fresh_parts, give_back_memory, parity, steps
@@ -39,7 +41,7 @@ SECONDS = 540.0
 SHARES = {"parity": 0.1, "decoding": 0.2, "steps": 0.35, "trl": 0.35}
 GOALS = {"times": 5.0, "MFU": 0.35, "of floor as read": 0.6}
 """Goals by column. The MFU is that of an update without recomputation, which is estimated to reach at most .36 to .40.
-The decoding goal is a share of the floor in which each row reads its shared prompt."""
+The decoding goal is a share of the floor in which TILE_ROWS completions read their prompt together."""
 VARIANTS: tuple[tuple[torch.dtype, Kernel], ...] = (
     (torch.float32, "eager"),
     (torch.float32, "sdpa"),
@@ -68,6 +70,9 @@ TINY = replace(LARGEST, image_side_px=64, prompts=4, samples=2, completion_token
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
+    if options.count:
+        show(gpu_count.table())
+        return
     if not options.tiny and not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu needs a CUDA device; use --tiny to test it without one")
     # rollout and update alternate and allocate blocks of very different sizes; CUDA reads this at its first use
@@ -84,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.split("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="use a small model on the CPU, to test the program")
+    parser.add_argument("--count", action="store_true", help="only count what a decode step reads; needs no GPU")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="approximate time limit of the whole program")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return parser.parse_args(arguments)

@@ -24,6 +24,7 @@ from fovea.models.flops import Passes, training_passes
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.shared_prefix.attention import Kernel
 from fovea.models.tiny import TinyParts
+from fovea.rollout.embedded.paged_cache import TILE_ROWS
 from fovea.types import Prompt, Request, Sampling
 from fovea_gym.utils.event_loop import wait_for
 from fovea_tools.probe.rates import Rates, seconds_of
@@ -104,18 +105,15 @@ def decoding(setting: Setting, shared: Shared, sequences: Sequence[int], deadlin
         draw_all(shared, prompts, n, 2)  # warm-up
         first = seconds_of(partial(draw_all, shared, prompts, n, 1), setting.device)
         whole = seconds_of(partial(draw_all, shared, prompts, n, tokens), setting.device)
-        # our kernel reads a shared prompt once per row; reading it only once gives the floor of another kernel
-        as_read, once = (
-            (tokens - 1) * bytes_of_step(shared, prompts, n, tokens, reads=reads) / setting.rates.read
-            for reads in (n, 1)
-        )
+        # the kernel reads a shared prompt once for TILE_ROWS of its completions
+        reads = -(-n // TILE_ROWS)
+        as_read = (tokens - 1) * bytes_of_step(shared, prompts, n, tokens, reads=reads) / setting.rates.read
         yield {
             "sequences": count,
             "prefill s": first,
             "tokens/s": count * (tokens - 1) / (whole - first),
             "floor tokens/s": count * (tokens - 1) / as_read,
             "of floor as read": as_read / (whole - first),
-            "of floor, prompts once": once / (whole - first),
         }
         guess = 2.5 * (first + whole)
 

@@ -19,6 +19,7 @@ import torch
 from benchmarks.cases import CASES, endless, make_parts
 from benchmarks.floors import MachineRates, Part, floor_seconds, parts_of, sizes_of
 from benchmarks.gpu import LARGEST, SHARES, TINY, VARIANTS, Findings, _parse, main
+from benchmarks.gpu_count import SHAPES, bytes_read
 from benchmarks.gpu_faults import FAULTS, Fault, put_back
 from benchmarks.gpu_model import QWEN3_VL_2B, SMALL, make_shaped
 from benchmarks.gpu_parts import Figures, Setting, bytes_of_step, steps
@@ -113,6 +114,16 @@ def test_keys_of_a_shared_prompt_are_read_by_each_of_its_rows() -> None:
     text = SMALL["text"]
     per_token = 2 * 4 * text["num_hidden_layers"] * text["num_key_value_heads"] * text["head_dim"]  # type: ignore[operator]
     assert of_rows - once == 7 * per_token * sum(prompt.num_tokens for prompt in prompts)
+
+
+def test_a_decode_step_reads_the_full_pages_of_a_prompt_once_for_eight_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand for Qwen3-VL-2B: 114,688 bytes a token; of 612 tokens a row reads 260 by itself, and 8 rows 352."""
+    of_token = 2 * 2 * 28 * 8 * 128
+    assert bytes_read(SHAPES[0], 8) == (512 * 612 * of_token, (512 * 260 + 64 * 352) * of_token)
+    assert bytes_read(SHAPES[0], 1) == (512 * 612 * of_token,) * 2
+    assert [bytes_read(SHAPES[1], samples)[1] for samples in (8, 16)] == [bytes_read(SHAPES[1], 8)[1]] * 2
+    main(["--count"])
+    assert re.search(r"2B +│ +8 │ +35\.9 │ +17\.9 │ +0\.50", capsys.readouterr().out)
 
 
 def test_rows_are_saved_as_they_come_and_a_part_that_fails_ends_no_other(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor
 from fovea.config.backends import EmbeddedSettings
 from fovea.config.loading import load_config
 from fovea.models.decoder import DecoderShape, decoder_shape
+from fovea.rollout.embedded import paged_cache
 from fovea.rollout.embedded.cache import Cache, TokenSpan, fill_holes, grown_capacity
 from fovea.rollout.embedded.dense_cache import FIRST_TOKENS, DenseCache, KeyValues
-from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, MAX_ROWS, PagedCache, gathered_attention
+from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, MAX_ROWS, SCRATCH, PagedCache, gathered_attention
 from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.tuning import PAGE_TOKENS
 from fovea.types import Request, Sampling
@@ -152,6 +153,50 @@ def test_an_ended_row_that_goes_on_harms_nobody(kind: str) -> None:
     rows.stored = [5, 5, 5]
     rows.remove(1)
     rows.step()
+
+
+def tiled_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    used: Tensor,
+    shared: Tensor,
+    mates: Tensor,
+    scale: float,
+) -> Tensor:
+    """Reads the shared tokens of each row where the row that leads it finds them, as the kernel does."""
+    read = table.clone()
+    for row, pages in enumerate((shared // keys.shape[1]).tolist()):
+        read[row, :pages] = SCRATCH
+    for leader in (mates[:, :1] >= 0).any(1).nonzero().flatten().tolist():
+        pages = int(shared[leader]) // keys.shape[1]
+        for mate in mates[leader][mates[leader] >= 0].tolist():
+            assert shared[mate] == shared[leader]
+            read[mate, :pages] = table[leader, :pages]
+    return gathered_attention(query, keys, values, read, used, shared, mates, scale)
+
+
+def test_rows_find_the_prompt_that_they_share_as_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_cache, "MIN_SHARED_TOKENS", 8)
+    cache = PagedCache(SHAPE, torch.empty(0), tiled_attention, num_tokens=3_000, page_tokens=4)
+    rows = Rows(cache, torch.float32)
+
+    def step(*tokens: int) -> None:
+        rows.step()
+        mates = cache.shared.mates_BR
+        assert cache.shared.tokens_B.tolist() == list(tokens)
+        assert sorted(mates[mates >= 0].tolist()) == [row for row, number in enumerate(tokens) if number]
+
+    rows.add(request(9, 1, 90))
+    step(0)
+    assert cache.shared.mates_BR.shape == (1, 0), "nothing to share yet"
+    # the ninth row of a prompt reads it by itself, and so do rows of a short prompt
+    rows.add(request(14, 9, 90), request(7, 2, 90), request(9, 2, 90))
+    step(0, *[12] * 8, 0, 0, 0, 8, 8)
+    # the last rows move into the holes: one of the short prompt, and one whose mate has gone
+    rows.remove(0, 2, 13)
+    step(0, 12, 0, *[12] * 7, 0)
 
 
 def test_requests_cost_their_worst_case_and_slots_are_admitted_by_it() -> None:

@@ -280,11 +280,13 @@ def test_rows_behind_the_live_ones_point_at_the_scratch_page() -> None:
         return x.token_B, x.uniform_B
 
     graphs = DecodeGraphs(run, rerun)
-    graphs(NEEDS, inputs(8))
-    graphs(NEEDS, inputs(5))
+    graphs(NEEDS, inputs(8, tile=8))
+    graphs(NEEDS, inputs(5, tile=8))
     assert seen[0] is seen[1], "the graph reads the same memory each time"
     assert seen[1].table_BX[5:].eq(0).all()
     assert seen[1].tokens_B.tolist() == [3, 4, 5, 6, 7, 0, 0, 0]
+    assert seen[1].shared.tokens_B.tolist() == [64] * 5 + [0] * 3
+    assert seen[1].shared.mates_BR.tolist() == [[0, 1, 2, 3, 4, -1, -1, -1]] + [[-1] * 8] * 7
     assert torch.equal(seen[1].table_BX[:5], inputs(5).table_BX)
     assert torch.equal(seen[1].settings.temperature_B1[:5], inputs(5).settings.temperature_B1)
 

@@ -161,7 +161,7 @@ def captured_rows(rows: int) -> int:
 
 
 class GraphKey(NamedTuple):
-    """What a captured graph is made for."""
+    """Shapes and sampling operations for which a graph is captured."""
 
     rows: int
     pages: int
