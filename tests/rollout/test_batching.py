@@ -227,7 +227,7 @@ def test_later_turns_are_preempted_and_find_their_kept_keys_again(
     preempted: list[RemovedRow], monkeypatch: pytest.MonkeyPatch, evicted: bool
 ) -> None:
     restored: list[KeptKeys] = []
-    noted(monkeypatch, prefill, "restore", lambda _cache, _prompt, kept: restored.extend([kept] if kept else []))
+    noted(monkeypatch, prefill, "restore", lambda _cache, kept: restored.extend(keys for _, keys in kept))
     roomy = sampled(PARTS, make_engine(PARTS, **PAGED))
     if not evicted:
         keep_turns_of(10**6, monkeypatch)

@@ -373,7 +373,7 @@ def test_small_steps_of_policy_and_critic_add_up_in_bfloat16(trunk: str, tmp_pat
             assert moved.max() < 2 * UPDATES * SMALL_RATE, name
             if "up_proj" in name:  # of an embedding the rows of other tokens stay
                 assert (moved > 0).float().mean() > 0.99, name
-                assert moved.max() > 2 * SMALL_RATE, name
+                assert moved.max() > 1.25 * SMALL_RATE, "more than one step of Adam can"
 
 
 TURN_GAE = Gae(gamma=0.99, gae_lambda=0.95, turn_lambda=0.9, critic=Critic(value_clip=None))

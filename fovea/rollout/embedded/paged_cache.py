@@ -111,7 +111,7 @@ class PagedCache:
         # one pool that never moves, since CUDA graphs hold its address; zeros, since the scratch page is read under a
         # mask and must not hold NaN: 0 * NaN is NaN
         self.pools = [like.new_zeros(pages) for _ in range(shape.num_layers)]
-        self._width = 0
+        self._width = self._tile = 0
         self.clear()
 
     def clear(self) -> None:
@@ -120,8 +120,6 @@ class PagedCache:
         self._rows: list[PagedRow] = []
         self._table_BX = torch.zeros(0, self._width, dtype=torch.int32, device=self.pools[0].device)
         self._prompt_tokens_B = torch.zeros(0, dtype=torch.long, device=self.pools[0].device)
-        # each width of the table of mates needs its own CUDA graphs, so the width stays as prompts come and go
-        self._tile = 0
         self._shared: SharedPrompts | None = None
 
     def cost(self, request: QueuedRequest) -> int:
@@ -153,6 +151,7 @@ class PagedCache:
             self._table_BX = F.pad(self._table_BX, (0, added), value=SCRATCH)
         self._rows += rows
         self._append_to_table(rows)
+        # each width of the table of mates needs its own CUDA graphs, so it only grows
         self._tile = TILE_ROWS if any(request.n > 1 for request in requests) else self._tile
         self._shared = None
         return first

@@ -30,7 +30,36 @@ FILLED_BY = 2
 
 
 @triton.jit
-def attend_to_split(  # noqa: PLR0913, PLR0915, PLR0917
+def tile_of(row, lane, used, shared, mates, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Row of each query, -1 where there is none, and the first and last token that they read."""
+    if TILE == 0:
+        row_Q = tl.where(lane < GROUP, row, -1)
+        first_token, last_token = tl.load(shared + row), tl.load(used + row)
+    else:
+        row_Q = tl.load(mates + row * TILE + lane // GROUP, mask=lane < TILE * GROUP, other=-1)
+        leads = tl.load(mates + row * TILE) >= 0
+        first_token, last_token = 0, tl.where(leads, tl.load(shared + row), 0)
+    return row_Q, first_token, last_token
+
+
+@triton.jit
+def with_block(  # noqa: PLR0913, PLR0917
+    query_QD, key_DB, value_BD, is_key, scale, top, total, sums
+):
+    """Take a step of the online softmax: largest scores, sums of exponentials and weighted sums after a block."""
+    # without "ieee", a float32 product would be computed in TF32
+    score = tl.dot(query_QD, key_DB, input_precision="ieee") * scale
+    score = tl.where(is_key[None, :], score, float("-inf"))
+    higher = tl.maximum(top, tl.max(score, 1))
+    weight = tl.exp(score - higher[:, None])
+    # rescales the sums that were computed with the smaller maximum
+    kept = tl.exp(top - higher)
+    sums = sums * kept[:, None] + tl.dot(weight.to(value_BD.dtype), value_BD, input_precision="ieee")
+    return higher, total * kept + tl.sum(weight, 1), sums
+
+
+@triton.jit
+def attend_to_split(  # noqa: PLR0913, PLR0917
     query,
     keys,
     values,
@@ -63,19 +92,10 @@ def attend_to_split(  # noqa: PLR0913, PLR0915, PLR0917
     up to TILE rows that share a prompt, over the full pages of this prompt; only the first of these rows has a program.
     """
     row, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    lane, width, block = tl.arange(0, QUERIES), tl.arange(0, WIDTH), tl.arange(0, BLOCK)
-    if TILE == 0:
-        first_token, last_token = tl.load(shared + row), tl.load(used + row)
-        is_query = lane < GROUP
-        row_Q = tl.zeros([QUERIES], tl.int32) + row
-        splits, first_split = SPLITS, 0
-    else:
-        row_Q = tl.load(mates + row * TILE + lane // GROUP, mask=lane < TILE * GROUP, other=-1)
-        is_query = row_Q >= 0
-        leads = tl.load(mates + row * TILE) >= 0
-        first_token, last_token = 0, tl.where(leads, tl.load(shared + row), 0)
-        splits, first_split = SHARED_SPLITS, SPLITS
-    head_Q = key_head * GROUP + lane % GROUP
+    lane, width = tl.arange(0, QUERIES), tl.arange(0, WIDTH)
+    row_Q, first_token, last_token = tile_of(row, lane, used, shared, mates, GROUP, TILE)
+    is_query, head_Q = row_Q >= 0, key_head * GROUP + lane % GROUP
+    splits = SPLITS if TILE == 0 else SHARED_SPLITS
     at = (row_Q * HEADS + head_Q) * (SPLITS + SHARED_SPLITS)
     if TILE == 0 and SHARED_SPLITS > 0:  # noqa: SIM102 (known when it is compiled, unlike the condition below)
         if first_token + split == 0:  # a row that shares no pages, for which the other pass writes nothing
@@ -92,23 +112,15 @@ def attend_to_split(  # noqa: PLR0913, PLR0915, PLR0917
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, WIDTH], tl.float32)
     for first in range(start, end, BLOCK):
-        token = first + block
+        token = first + tl.arange(0, BLOCK)
         is_key = token < end
         # int64, since an offset in a large pool exceeds 2^31
         page = tl.load(table + row * table_row + token // PAGE, mask=is_key, other=0).to(tl.int64)
         place = page * page_stride + (token % PAGE) * token_stride + key_head * head_stride
         key_DB = tl.load(keys + place[None, :] + width[:, None], mask=is_key[None, :], other=0.0)
-        # without "ieee", a float32 product would be computed in TF32
-        score = tl.dot(query_QD, key_DB, input_precision="ieee") * scale
-        score = tl.where(is_key[None, :], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        weight = tl.exp(score - higher[:, None])
-        # rescales the sums that were computed with the smaller maximum
-        kept = tl.exp(top - higher)
         value_BD = tl.load(values + place[:, None] + width[None, :], mask=is_key[:, None], other=0.0)
-        sums = sums * kept[:, None] + tl.dot(weight.to(value_BD.dtype), value_BD, input_precision="ieee")
-        total, top = total * kept + tl.sum(weight, 1), higher
-    at += first_split + split
+        top, total, sums = with_block(query_QD, key_DB, value_BD, is_key, scale, top, total, sums)
+    at += split if TILE == 0 else SPLITS + split
     # an empty split gets weight exp(-inf) = 0 in the merge, and no 0 / 0, which would be NaN
     has_keys = total > 0
     tl.store(logs + at, tl.where(has_keys, top + tl.log(total), float("-inf")), mask=is_query)

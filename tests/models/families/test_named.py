@@ -120,6 +120,7 @@ def test_scores_and_gradients_equal_transformers(path: MakePolicyNetwork, kind: 
     assert moving_difference(mine, other) < 1e-5
 
 
+@paths
 def test_no_row_moves_another(
     path: MakePolicyNetwork, kind: str, parts: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
