@@ -18,6 +18,7 @@ from fovea_gym.environments.base import Environment
 from fovea_gym.types import ImageRef, Message, Score, Task, Turn
 
 Dtype = Literal["float32", "bfloat16"]
+Reused = Literal["all", "images", "nothing"]
 QUESTION = "Say which of the coloured shapes in the picture is closest to its upper left corner and how many there are"
 WORDS = QUESTION.split()
 MID = TinyModel(hidden_size=640, num_layers=10, num_heads=10, num_kv_heads=5, intermediate_size=2048, image_side_px=224)
@@ -57,6 +58,8 @@ class Case:
     """Fovea's micro-batch size in tokens: about one group, to keep few activations in memory."""
     trl_rows_per_microbatch: int = 8
     """TRL's micro-batch size in rows, the fastest found on CPUs: larger ones cost padding and page faults."""
+    reused: Reused = "all"
+    """What an update reuses of its rollout: all that a run would, only the graphs of images, or nothing."""
 
 
 _HEAVY = Case(

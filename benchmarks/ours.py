@@ -21,6 +21,7 @@ from fovea.evaluation.evaluator import EngineAnswers, Evaluator
 from fovea.loop import take_step
 from fovea.metrics.log import MetricsLog, Phases, peak_rss_gib
 from fovea.metrics.progress import Progress
+from fovea.models.activation_tape import Tape
 from fovea.models.recompute import recompute_activations
 from fovea.models.render import Renderer
 from fovea.models.shared_prefix.attention import Kernel
@@ -135,8 +136,10 @@ def share(case: Case, parts: TinyParts, device: str = "cpu", attention: Kernel =
     recompute_activations(parts.network, config.train.gradient_checkpointing)
     cache = None if config.model.trains_vision else FeatureCache(2**30)
     vlm = VLM(parts.network, parts.processor.banned_ids, attention=attention, feature_cache=cache).to(device)
-    tape = make_tape(config, vlm)
     assert isinstance(config.rollout.engine, EmbeddedSettings)
+    tape = make_tape(config, vlm) if case.reused == "all" else None
+    if case.reused == "images" and vlm.trains_vision:
+        tape = Tape([], config.rollout.engine.kept_gib * 2**30, vlm.dtype)
     engine = make_engine(config.rollout.engine, parts.processor, vlm, tape)
     assert isinstance(engine, EmbeddedEngine), "this model family has no fast path"
     return Shared(

@@ -17,12 +17,12 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.table import Table
 
-from benchmarks.cases import CASES, FAMILIES, Case
+from benchmarks.cases import CASES, FAMILIES, Case, Reused
 from benchmarks.ours import Ours, peak_gib
 from benchmarks.printing import as_table, show
 from benchmarks.process import last_number, restart_with_tuned_malloc
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if options.alone:
         torch.set_num_threads(options.threads)
-        case = replace(CASES[options.cases[0]], dtype=options.dtype)
+        case = replace(CASES[options.cases[0]], dtype=options.dtype, reused=options.reused)
         if options.alone == "ours":
             print(peak_gib(case, options.steps))
             return
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     machine = f"{cpu_model()}, {options.threads} of {os.cpu_count()} cores, {options.dtype}, {options.clock} time"
     results = {}
     for name in options.cases:
-        case, clock = replace(CASES[name], dtype=options.dtype), CLOCKS[options.clock]
+        case, clock = replace(CASES[name], dtype=options.dtype, reused=options.reused), CLOCKS[options.clock]
         results[name] = _compare(case, name, options.steps, clock, memory=not options.no_memory)
     if options.json:
         with_machine = {name: result | {"machine": machine} for name, result in results.items()}
@@ -72,6 +72,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="number of threads of each side")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights on both sides")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="use cpu (processor time) on a busy machine")
+    parser.add_argument(
+        "--reused", choices=get_args(Reused), default="all", help="what an update reuses of its rollout"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--no-memory", action="store_true", help="skip the two processes that measure peak memory")
     parser.add_argument("--alone", choices=("ours", "trl"), help=argparse.SUPPRESS)
@@ -107,7 +110,7 @@ def _compare(case: Case, name: str, steps: int, clock: Clock, *, memory: bool) -
     their_times = their_times[WARM_STEPS:]
     result = {"ours": medians(our_times) | {"plain_step_seconds": plain.step}, "trl": medians(their_times)}
     for side in ("ours", "trl") if memory else ():
-        alone = ["--alone", side, "--cases", name, "--dtype", case.dtype, "--steps", "2"]
+        alone = ["--alone", side, "--cases", name, "--dtype", case.dtype, "--reused", case.reused, "--steps", "2"]
         result[side]["peak_rss_gib"] = last_number(MODULE, *alone, "--threads", str(torch.get_num_threads()))
     speedups = {
         phase: asdict(Speedup.of(*([getattr(times, phase) for times in side] for side in (their_times, our_times))))

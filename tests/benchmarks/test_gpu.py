@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.cases import CASES, endless, make_parts
+from benchmarks.cases import CASES, MID, Reused, endless, make_parts
 from benchmarks.floors import MachineRates, Part, floor_seconds, parts_of, sizes_of
 from benchmarks.gpu import LARGEST, SHARES, TINY, VARIANTS, Findings, _parse, main
 from benchmarks.gpu_count import SHAPES, bytes_read
@@ -43,6 +43,17 @@ def test_every_part_runs_in_small(tmp_path: Path) -> None:
     assert [row["sequences"] for row in found["decoding"]] == [4, 8]
     assert [row["case"] for row in found["steps"]] == ["2x2, 6 tokens", "4x2, 6 tokens"]
     assert all(0 < row["MFU"] < 1 for row in found["steps"])
+
+
+@table(("reused", "outputs", "images"), [("all", 1, True), ("images", 0, True), ("nothing", 0, False)])
+def test_a_case_reuses_of_a_rollout_what_it_says(reused: Reused, outputs: float, images: bool) -> None:
+    """For `benchmarks.vs_trl --reused`: outputs of linear layers and graphs of images, these graphs, or nothing."""
+    model = MID.model_copy(update={"num_layers": 1})
+    case = replace(CASES["mid"], model=model, vocabulary=None, prompts=1, samples=2, completion_tokens=2, reused=reused)
+    ours = Ours(case, 3, share(case, make_parts(case)))
+    ours.step()  # the first update of a run reuses nothing
+    metrics = ours.shared.policy.update(ours.draw())
+    assert (metrics["reused_frac"], metrics["reused_images"] > 0) == (outputs, images)
 
 
 def test_a_micro_batch_holds_whole_groups() -> None:
