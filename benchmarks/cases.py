@@ -59,7 +59,7 @@ class Case:
     trl_rows_per_microbatch: int = 8
     """TRL's micro-batch size in rows, the fastest found on CPUs: larger ones cost padding and page faults."""
     reused: Reused = "all"
-    """What an update reuses of its rollout: all that a run would, only the graphs of images, or nothing."""
+    """Activations of a rollout that its update reuses: as in a run, only the graphs of images, or nothing."""
 
 
 _HEAVY = Case(
