@@ -193,7 +193,7 @@ class DecodeBatch:
         )
 
     def _record(self, token_B: Tensor, logprob_B: Tensor, first: int) -> None:
-        """Append these tokens to the rows from `first` on, except to finished rows, and mark those that finish now."""
+        """Append these tokens to the running rows from `first` on, and mark the rows that finish with them."""
         # views, so that the writes below change the batch
         state = map_tensors(lambda x: x[first:], self._live_state())
         row_B, column_B = torch.arange(len(state.length_B), device=self._device), state.length_B

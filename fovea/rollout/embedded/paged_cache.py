@@ -34,8 +34,8 @@ MAX_ROWS = 1024
 2 MB of memory per row."""
 
 TILE_ROWS = 8
-"""Maximum number of rows for which a kernel reads a prompt at once: with the two query heads of each key head in models
-of 2B and the four in those of 8B, they fill a tensor core product of 16 or 32 rows."""
+"""Maximum number of rows for which a kernel reads a prompt at once. Each key head of Qwen3-VL-2B has two query heads,
+and of 8B four, so eight rows fill a tensor core product of 16 or 32 queries."""
 MIN_SHARED_TOKENS = 64
 """Length of the shortest prompt that is read for several rows at once; for fewer tokens merging the two parts of the
 attention costs more than reading them again."""

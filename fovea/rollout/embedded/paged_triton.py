@@ -31,7 +31,7 @@ FILLED_BY = 2
 
 @triton.jit
 def tile_of(row, lane, used, shared, mates, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Row of each query, -1 where there is none, and the first and last token that they read."""
+    """Find the row of each query (-1: padding), and the first token that they read and the one after the last."""
     if TILE == 0:
         row_Q = tl.where(lane < GROUP, row, -1)
         first_token, last_token = tl.load(shared + row), tl.load(used + row)
@@ -88,8 +88,9 @@ def attend_to_split(  # noqa: PLR0913, PLR0917
 ):
     """Attention of a program's queries over one split of its keys, and the log-sum-exp of the scores.
 
-    With TILE = 0 these are the queries of one row, over the keys that it reads by itself. Else they are the queries of
-    up to TILE rows that share a prompt, over the full pages of this prompt; only the first of these rows has a program.
+    With TILE = 0, a program has the queries of one row, and the keys after the prompt that the row shares. Otherwise it
+    has the queries of up to TILE rows of one prompt, and the keys of this prompt's full pages. The programs of all of
+    these rows but the first do nothing.
     """
     row, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane, width = tl.arange(0, QUERIES), tl.arange(0, WIDTH)
